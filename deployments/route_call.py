@@ -43,7 +43,8 @@ class RouteCall(Generic[T]):
     def arguments(self, model: str) -> tuple[Any, ...]:
         """Return the arguments of the router's method `control`.
 
-        model: name of the client's model; "": there are several.
+        model: name of the application's only model; "": it has several, and the call's own fields
+            name one.
         """
         named = [("model", model)] if model and self.names_model else []
         body = None if self.body is None else dict(self.body)

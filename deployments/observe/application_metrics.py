@@ -39,7 +39,8 @@ class RouterReport(msgspec.Struct, array_like=True):
 class ApplicationMetrics:
     """One router's source of the metrics text of the whole application.
 
-    router: name of this router. model: name of the only model; "": there are several.
+    router: name of this router.
+    model: name of the application's only model; "": it has several.
     own: returns this router's metrics.
     heard: returns the last stats of the replicas to which this router is connected, by name.
     others: returns the encoded reports of those other routers that answer in time.

@@ -39,7 +39,7 @@ _FIELDS = 19
 ENGINE, PREFILL, DECODES = range(3)
 _ROLES = {"engine": ENGINE, "prefill": PREFILL, "decode": DECODES}
 HARM = 0.1  # weight of a running stream's delay, relative to a delay of the new request
-# Normal seconds between frames of a busy replica, in addition to three steps.
+# A busy replica's frame is overdue after three steps and this many seconds.
 _STALE = 0.25
 OUTPUT_GUESS = 128.0  # output tokens assumed for a request until some requests have ended
 _ADAPTER_SECONDS = 0.1  # seconds to load an adapter, until measured

@@ -59,8 +59,10 @@ class PrefixIndex:
 
     Here replicas are called holders, and are identified by their columns in routing.Fleet.
 
-    capacity: number of (hash, holder) pairs that the replicas' caches can hold. Beyond `capacity`
-        or `limit` pairs, the least recently used hashes are dropped.
+    The least recently used hashes are dropped beyond `capacity` or `limit` pairs.
+
+    capacity: number of (hash, holder) pairs that the replicas' caches can hold.
+    limit: maximum number of these pairs, so that the index's memory is bounded.
     """
 
     def __init__(self, limit: int = _LIMIT) -> None:

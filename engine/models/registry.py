@@ -47,10 +47,10 @@ class Model(Protocol):
     modules_elsewhere: set[str]  # modules of other stages' layers that adapters may change
     num_parameters: int  # number of parameters on this rank
     num_active_parameters: int  # number of the parameters that one token uses
-    # The peak bytes of weights and tables while loading: unpacked parameters, all packed ones, and
-    # open_bytes.
+    # The peak bytes of weights and tables while loading: parameters that are never packed, all
+    # packed ones, and open_bytes.
     loading_bytes: int
-    # maximum bytes of unpacked parameters at one time, at least two layers
+    # maximum bytes of parameters that wait to be packed; two layers always fit
     open_bytes: int
     num_bytes: int  # bytes of weights and tables after `finish`
     # [vocab_size + virtual_tokens, hidden_size]: the embedding table. The rows after the vocabulary

@@ -121,7 +121,7 @@ class EngineCore:
         self.scheduler = Scheduler(config, self._adapters, free_blocks, speculation, tier, moves)
         self._moves = moves
         self._growth = growth
-        # answers that refuse `serve_kv`, in an engine without moves
+        # answers that refuse `serve_kv` calls, in an engine that exchanges no KV blocks
         self._unserved: list[Answer] = []
         self.draining = False
         self._sleep = EngineSleep(memory)

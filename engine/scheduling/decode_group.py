@@ -51,7 +51,7 @@ class DecodeGroup:
         self._block_due: dict[int, list[Request]] = {}
         self._last_sample: dict[int, dict[Request, None]] = {}
         # _advanced: whether members have accepted drafts since the last step. _scattered: whether
-        # the two tables above are empty because members did.
+        # _block_due and _last_sample are empty, because accepted drafts have made them wrong.
         self._advanced = self._scattered = False
 
     def __len__(self) -> int:

@@ -155,8 +155,8 @@ class RequestSpec(NamedTuple):
 class RequestGenerator:
     """The generator of one phase's requests.
 
-    first: whether this is the first measured phase: its named list then has the scenario's seed, as
-        `workloads.build` gives it. Lists of other phases have seeds of their own.
+    first: whether the phase is the first measured one. Its list of requests, if `workloads.build`
+        makes it, then has the scenario's seed. Lists of other phases have seeds of their own.
     """
 
     def __init__(

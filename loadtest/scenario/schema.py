@@ -250,8 +250,9 @@ class Workload(_Model):
     """The content of the requests.
 
     name: see `manta loadtest list`. input, output: lengths that replace the workload's own.
-    copies: how often each request of a named list is sent, each time with another prompt of the
-    same length. With as many copies as replicas, each replica has the work of one server.
+    copies: how often each request of a list such as `dialogue` is sent, each time with another
+    prompt of the same length. With as many copies as replicas, each replica has the work of one
+    server.
     dataset: the file of conversations that the workload "dataset" sends.
     """
 

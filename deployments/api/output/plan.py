@@ -79,8 +79,8 @@ class OutputPlan:
         """The limit of reasoning tokens in the engine's form; None: no limit."""
         if self.budget is None or self.reasoning is None or self.thinking == "no":
             return None
-        # In channels, a call follows the control token that ends a message, so it does not end
-        # reasoning.
+        # In a format with channels, a call follows the control token that ends a message. So the
+        # call does not end reasoning.
         ended = self.format is not None and self.calls and not self.channels
         trigger = self.format.trigger if ended and self.format is not None else ""
         start = self.reasoning.start if self.thinking == "may" else ""
@@ -193,7 +193,8 @@ def plan_output(
         # The format of calls is unknown, so the mode is none, and the tools are not in the prompt.
         tools = None
     if known.reasoning is not None and known.reasoning.channels and not generation:
-        # The prompt ends inside a message, and in channels calls are separate messages.
+        # The answer continues the prompt's last message. In a format with channels, that message
+        # contains no calls, because each call is a message of its own.
         return None
     # Wrappers that are special tokens never appear in detokenised text.
     visible = bool(known.wrapper) and tokenizer.token_id(known.wrapper[1]) not in (

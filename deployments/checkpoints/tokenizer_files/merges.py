@@ -41,8 +41,10 @@ CLASSES = {
 
 
 def convert(folder: TokenizerFolder) -> Converted:
-    """Convert a folder's vocab.json and merges.txt. Raises ConfigError for a line that is not a
-    merge of two tokens."""
+    """Convert a folder's vocab.json and merges.txt to the form of tokenizer.json.
+
+    Raises ConfigError for a line that is not a merge of two tokens.
+    """
     rules = CLASSES[folder.tokenizer_class]
     vocab = folder.json(VOCAB)
     if {value for value in vocab.values() if isinstance(value, int)} != set(range(len(vocab))):

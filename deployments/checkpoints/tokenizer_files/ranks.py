@@ -106,14 +106,17 @@ def is_ranks(content: bytes) -> bool:
 
 
 def convert_qwen(folder: TokenizerFolder) -> Converted:
-    """Convert Qwen 1's qwen.tiktoken."""
+    """Convert Qwen 1's qwen.tiktoken to the form of tokenizer.json."""
     ranks = _ranks(folder, QWEN)
     special = {len(ranks) + place: (text, True) for place, text in enumerate(_QWEN_TOKENS)}
     return _converted(ranks, SINGLE_DIGITS, special, nfc=True, named={"eos_token": "<|endoftext|>"})
 
 
 def convert_glm(folder: TokenizerFolder) -> Converted:
-    """Convert GLM-4's tokenizer.model, which puts two special tokens before each text."""
+    """Convert GLM-4's tokenizer.model to the form of tokenizer.json.
+
+    The converted tokenizer puts two special tokens before each text.
+    """
     ranks = _ranks(folder, "tokenizer.model")
     special = {len(ranks) + place: (text, True) for place, text in enumerate(_GLM_TOKENS)}
     return _converted(
@@ -126,7 +129,10 @@ def convert_glm(folder: TokenizerFolder) -> Converted:
 
 
 def convert_kimi(folder: TokenizerFolder) -> Converted:
-    """Convert Kimi's tiktoken.model; unused ids get names of reserved tokens."""
+    """Convert Kimi's tiktoken.model to the form of tokenizer.json.
+
+    Unused ids get names of reserved tokens.
+    """
     ranks = _ranks(folder, KIMI)
     special = {
         index: (f"<|reserved_token_{index}|>", True)
@@ -137,7 +143,10 @@ def convert_kimi(folder: TokenizerFolder) -> Converted:
 
 
 def convert_tekken(folder: TokenizerFolder) -> Converted:
-    """Convert Mistral's tekken.json, in which the special tokens have the first ids."""
+    """Convert Mistral's tekken.json to the form of tokenizer.json.
+
+    In both, the special tokens have the first ids.
+    """
     content = folder.json(TEKKEN)
     try:
         config = content["config"]

@@ -72,7 +72,10 @@ class _Vocabulary:
 
 
 def convert(folder: TokenizerFolder) -> Converted:
-    """Convert a folder's tokenizer.model. Raises ConfigError for unsupported models."""
+    """Convert a folder's tokenizer.model to the form of tokenizer.json.
+
+    Raises ConfigError for unsupported models.
+    """
     try:
         model = PieceModel.parse(folder.bytes(FILE))
     except (ValueError, KeyError) as error:

@@ -325,7 +325,10 @@ class Stored(LinearMethod):
 
     @abstractmethod
     def apply_piece(self, piece: LinearPiece, x: Tensor) -> Tensor:
-        """Multiply x [n, in], permuted by `LinearPiece.inputs`; return the outputs [n, out]."""
+        """Multiply x by a piece's weights; return the outputs [n, out].
+
+        x: [n, in], as `LinearPiece.inputs` returns it: already permuted.
+        """
 
     def apply(self, state: StoredState, x: Tensor) -> Tensor:
         pieces = state.pieces

@@ -554,7 +554,8 @@ class StepGraphs:
     ) -> list[AttentionMeta]:
         """Launch a padded step up to its hidden states; return the AttentionMeta of each KV group.
 
-        runs: the runs of a step with drafts, in models with recurrent layers.
+        drafts: whether the step verifies drafts.
+        runs: the step's `GraphRuns`, for recurrent layers; each run is a decode with its drafts.
         """
         forward, stage = self._forward, self._forward.model.stage
         entries, num_tokens = size

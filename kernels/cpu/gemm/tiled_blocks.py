@@ -190,10 +190,13 @@ _KINDS = ("plain", "add", *GATES)
 
 
 def _products(writer: IRWriter, form: Format) -> None:
-    """Generate out[rows, 32] = x @ an expanded panel + bias, optionally plus out, or with a gate of
-    two panels.
+    """Generate the function that multiplies quantised rows of x by a panel from `_expand`.
 
-    AMX tiles 0 and 1 are sums; 4 and 5 are rows of x, 6 and 7 weights, of even and odd blocks.
+    The function stores x @ panel + bias to out[rows, 32], or adds this to out. With a gate, two
+    panels have such products, and the function stores act(gate) * up.
+
+    AMX tiles 0 and 1 hold sums, 4 and 5 rows of x, 6 and 7 weights. The first tile of each pair is
+    for even blocks, the second for odd ones.
     """
     size, kind = writer.lanes, writer.vector
     x_bytes, group = _x_bytes(form), form.chunk // BLOCK

@@ -66,10 +66,11 @@ def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
         def token(
             index: Value | int, update: Callable[[Value, Value, Value], Iterable[Value]]
         ) -> list[Value]:
-            """Generate one token's results; return the elements of the new states.
+            """Generate the code for one token's results; return the elements of the new states.
 
             update(time step, time step * x, address of B): yields the elements of the new states in
-                order. Results are summed in this order, so both layouts give the same bits.
+                order. Results are summed in this order, so that a token gets the same bits alone
+                and among several.
             """
             row = w.add(entry.begin, index)
             x, dt, b, c, gate = (
