@@ -57,7 +57,7 @@ def running(pid: int) -> bool:
     """Return whether a process runs; a zombie that nobody has waited for does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second if it ends while it is read
         return False
     return state != "Z"
 
