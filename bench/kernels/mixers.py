@@ -251,11 +251,12 @@ def delta_drafts(s: Sizes, streams: int, drafts: int = 1, walks: bool = False) -
                 row * length, row, tokens + row * length, streams + row)
         for row in range(streams)
     ]  # fmt: skip
-    kept = KeptRuns(tokens, streams)
+    run_memory = KeptRuns(tokens, streams)
     assert meta.rows is not None
     runs = StateRuns(
         order, lone, order, meta, meta.rows, order, True,
-        kept=kept, numbers=s.ints([number for run in numbers for number in run]).view(streams, -1),
+        kept=run_memory,
+        numbers=s.ints([number for run in numbers for number in run]).view(streams, -1),
     )  # fmt: skip
 
     def call(layer: DeltaInputs) -> Tensor:
@@ -269,7 +270,7 @@ def delta_drafts(s: Sizes, streams: int, drafts: int = 1, walks: bool = False) -
 
     if not walks:  # what the last step has kept
         call(layers[0])
-        for memory in kept.layers[0]:
+        for memory in run_memory.layers[0]:
             memory.fill_(0.5)
     return KernelWork([partial(call, layer) for layer in layers], num_bytes)
 

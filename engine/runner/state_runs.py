@@ -189,9 +189,9 @@ class GraphRuns:
 
         side: the half, 0 or 1; steps write the two halves in turn.
         """
-        kept = self.runs.kept
-        assert kept is not None
-        return side * kept.tokens + run.begin, side * kept.runs + run.number
+        memory = self.runs.kept
+        assert memory is not None
+        return side * memory.tokens + run.begin, side * memory.runs + run.number
 
     def replay(self) -> None:
         """Apply the accepted tokens to the states, by launches without a CUDA graph."""
@@ -242,7 +242,7 @@ class StateVerification:
         last, waiting, last_side = self._of_row, self._waiting, self._side
         tokens = self._record_runs(batch)
         self._side, self._waiting, self._runs = 1 - last_side, {}, graph
-        kept = []
+        numbers = []
         for row, run in self._of_row.items():
             accepted = waiting.get(row, 0)
             before = last[row] if accepted else run
@@ -251,9 +251,11 @@ class StateVerification:
             first, draft = tokens[run.begin : run.begin + 2]
             whole = int(accepted > 0 and before.whole)
             places = *graph.place(before, last_side), *graph.place(run, self._side)
-            kept.append(KeptRun(row, run.start, run.length, first, draft, accepted, whole, *places))
+            numbers.append(
+                KeptRun(row, run.start, run.length, first, draft, accepted, whole, *places)
+            )
         if graph.runs.settles or not graph.runs.replays:
-            graph.fill_kept(kept)
+            graph.fill_kept(numbers)
         others = np.asarray(batch.rows)
         others_len = np.asarray(batch.starts) + 1
         others[tokens], others_len[tokens] = self._pad_row, 0
@@ -364,13 +366,13 @@ class StateVerification:
                 replay(layout)
             return
         if graph.runs.settles:
-            kept = []
+            numbers = []
             for row, accepted in counts.items():
                 run = self._of_row[row]
                 places = graph.place(run, self._side)
                 position, whole = run.start + accepted, int(run.whole)
-                kept.append(KeptRun(row, position, 0, 0, 0, accepted, whole, *places, 0, 0))
-            graph.fill_settled(kept)
+                numbers.append(KeptRun(row, position, 0, 0, 0, accepted, whole, *places, 0, 0))
+            graph.fill_settled(numbers)
         if graph.runs.replays:
             graph.settled.fill(*self._settled_entries(counts))
         graph.settle()

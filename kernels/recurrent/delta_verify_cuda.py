@@ -60,11 +60,11 @@ def _inputs_before(
     begun: positive if the tail has inputs of the request; else it counts as zeros.
     """
     seen = ()
-    kept = mask & (accepted + channels * 0 > 0)
+    from_run = mask & (accepted + channels * 0 > 0)
     old = mask & (accepted + channels * 0 == 0) & (begun + channels * 0 > 0)
     for place in tl.static_range(TAPS - 1):
         before = tl.load(tail + place * CHANNELS + channels, mask=old, other=0.0)
-        own = tl.load(inputs + (behind + place) * CHANNELS + channels, mask=kept, other=0.0)
+        own = tl.load(inputs + (behind + place) * CHANNELS + channels, mask=from_run, other=0.0)
         seen += (before + own.to(tl.float32),)
     return seen
 
@@ -188,8 +188,8 @@ def _delta_verify_kernel(
     drafts = tl.load(runs + 4).to(tl.int64)  # the first draft's
     accepted = tl.load(runs + 5)  # accepted tokens of the last run
     whole = tl.load(runs + 6)  # whether the state in memory has all pending updates
-    kept = tl.load(runs + 7).to(tl.int64)  # the last run's first update
-    kept_inputs = kept + tl.load(runs + 8).to(tl.int64) * (SIZES.taps - 1)
+    last_update = tl.load(runs + 7).to(tl.int64)  # the last run's first update
+    kept_inputs = last_update + tl.load(runs + 8).to(tl.int64) * (SIZES.taps - 1)
     own = tl.load(runs + 9).to(tl.int64)  # this run's first update
     own_inputs = own + tl.load(runs + 10).to(tl.int64) * (SIZES.taps - 1)
     if length + accepted == 0:  # no run
@@ -200,7 +200,7 @@ def _delta_verify_kernel(
     tile = dims[:, None] * SIZES.value_dim + columns[None, :]
     tile_mask = key_mask[:, None] & value_mask[None, :]
     matrix = tl.load(state + tile, mask=tile_mask & (begun + tile * 0 > 0), other=0.0)
-    at = updates + (kept * SIZES.value_heads + head) * UPDATE
+    at = updates + (last_update * SIZES.value_heads + head) * UPDATE
     key, value, factor = _kept_update(
         at, dims, key_mask, of_kept_decay, decay_mask, columns, value_mask, SIZES.key_dim,
         SIZES.value_dim, accepted,

@@ -353,8 +353,8 @@ class Runs:
         for size in (16, 8):  # as they are captured
             meta = self.meta([], [], size)
             self.graphs[size] = self.verification.graphed(size, meta)
-            given = DeltaInputs(*self.inputs(size), self.how, *self.states)
-            self.verify(given, meta, self.graphs[size])
+            inputs = DeltaInputs(*self.inputs(size), self.how, *self.states)
+            self.verify(inputs, meta, self.graphs[size])
 
     def meta(self, rows: list[int], starts: list[int], size: int) -> AttentionMeta:
         """Return the metadata of a step of decodes that is padded to `size`."""
@@ -364,11 +364,11 @@ class Runs:
         meta.counts = torch.full((2,), size, dtype=torch.int32, device=DEVICE)
         return meta
 
-    def verify(self, given: DeltaInputs, meta: AttentionMeta, graph: GraphRuns) -> Tensor | None:
+    def verify(self, inputs: DeltaInputs, meta: AttentionMeta, graph: GraphRuns) -> Tensor | None:
         """Launch a layer of a graph again."""
         meta.state_runs = graph.runs
         graph.runs.settles.clear()
-        return self.kernels.verify_delta(given, meta)
+        return self.kernels.verify_delta(inputs, meta)
 
     def inputs(self, tokens: int) -> list[Tensor]:
         if self.by_key:
@@ -405,15 +405,15 @@ class Runs:
         whole = size if drafts else count
         meta = self.meta(rows, starts, whole)
         part = self.inputs(whole)
-        given = DeltaInputs(*part, self.how, *self.states)
+        inputs = DeltaInputs(*part, self.how, *self.states)
         if drafts:
             graph = self.graphs[size]
             self.verification.upload(batch, graph)
-            actual = self.verify(given, meta, graph)
+            actual = self.verify(inputs, meta, graph)
         else:
             self.verification.flush()
             rule = self.kernels.kimi_delta if self.by_key else self.kernels.gated_delta
-            actual = rule(given, meta)
+            actual = rule(inputs, meta)
         assert actual is not None and actual.isfinite().all()
         for row, places in entries.items():
             text = self.texts[row]

@@ -1,4 +1,4 @@
-"""What the engine process of a plain text model imports until it is ready."""
+"""The bound on what the engine process of a plain text model imports until it is ready."""
 
 import json
 import subprocess
