@@ -39,7 +39,6 @@ from engine.scheduling.drafts.speculation import Speculation
 from engine.scheduling.memory.kv_growth import GrowingMemory
 from engine.scheduling.orders.sleeping import Sleeper
 from engine.scheduling.orders.updates import WeightLoader
-from engine.scheduling.step import SchedulerCounters
 from engine.weights.staging import checkpoint_bytes
 from engine.weights.transfers.transfer import WeightTransfer
 from kernels.launch.compiling import Compilers
@@ -228,7 +227,7 @@ def _rehearse(core: EngineCore) -> None:
             core.step()
         core.reset_prefix_cache()
     core.check_integrity()
-    core.scheduler.counters = SchedulerCounters()
+    core.scheduler.counters.reset()
     if tier is not None:
         tier.reset_counts()
         tier.disk = disk

@@ -7,7 +7,7 @@ they run for every request in every step.
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeVar
 
@@ -366,6 +366,11 @@ class SchedulerCounters:
     accepted_by_position: list[int] = field(
         default_factory=list
     )  # number of accepted draft tokens, by position in the draft
+
+    def reset(self) -> None:
+        """Set all counts to zero; the parts of the scheduler that count share this object."""
+        for name, value in asdict(SchedulerCounters()).items():
+            setattr(self, name, value)
 
     def count_drafts(self, verifications: Verifications) -> None:
         """Add a step's numbers of drafts, draft tokens and accepted tokens to the counters."""

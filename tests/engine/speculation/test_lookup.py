@@ -2,13 +2,19 @@
 
 import random
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from engine import factory
+from engine.config.engine_config import EngineConfig
 from engine.speculation import answers, lookup
 from engine.speculation.answers import Answers
 from engine.speculation.lookup import Lookup, LookupDrafts, LookupOptions
 from engine.speculation.suffixes import Suffixes
+from tests.engine.models.checkpoints import save_checkpoint
+from tests.fakes import make_request, run
 
 KEY = b"key"
 
@@ -228,3 +234,18 @@ def test_answers_that_never_drafted_are_known_later() -> None:
     assert drafts == [1013, 1014, 1015]
     source.remember([1, 2, 3], 3, b"nothing")
     assert source.answers.find(b"nothing") is None
+
+
+def test_a_built_engine_counts_its_drafts(tmp_path: Path) -> None:
+    """Counts that go to an object which the start has replaced, so that metrics stay at zero."""
+    save_checkpoint(tmp_path, "llama")
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": 64}
+    core, _ = factory.build(EngineConfig(model=str(tmp_path), **options, speculation="auto"))
+    fields: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+    tokens = run(core, [make_request(0, **fields)])[0].tokens
+    request = make_request(1, make_request(0).token_ids, **fields)
+    request.prediction = tokens
+    assert run(core, [request])[1].tokens == tokens
+    stats = core.stats()
+    assert 0 < stats.accepted_by_position[0] <= stats.drafts
+    assert sum(stats.accepted_by_position) <= stats.draft_tokens
