@@ -118,6 +118,13 @@ class Cuda(Kernels):
             return few_rows(x, weight, bias)
         return cublaslt.linear(x, weight, bias)
 
+    def linear_act(self, x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+        """Return act(linear(x)); cuBLASLt computes the GELU by tanh with the matmul."""
+        fused = act == "gelu_pytorch_tanh" and bias is not None and x.dtype != torch.float32
+        if not fused or fits(x) or few_rows_fit(x, weight):
+            return super().linear_act(x, weight, bias, act)
+        return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
+
     def norm_linear(
         self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
@@ -145,9 +152,7 @@ class Cuda(Kernels):
             return gemv(x, weight, bias, residual=residual)
         if few_rows_fit(x, weight):
             return few_rows(x, weight, bias, residual)
-        if bias is not None:
-            residual += bias
-        return cublaslt.linear_add_(x, weight, residual)
+        return cublaslt.linear_add_(x, weight, residual, bias)
 
     def tune_linear(self, weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
         tune(weights, sizes, add)

@@ -32,6 +32,7 @@ class CudaDeterministic(Cuda):
     CHUNK_ATTENTION = FIXED_ATTENTION
 
     # Use the reference's methods, which call this class's matmuls. Cuda's methods are fused.
+    linear_act = Kernels.linear_act
     norm_linear = Kernels.norm_linear
     norm_gated_linear = Kernels.norm_gated_linear
     norm_route = Kernels.norm_route

@@ -58,6 +58,7 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: relu(x).square_(),
     "sigmoid": torch.sigmoid,
     "softplus": softplus,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 
@@ -170,7 +171,7 @@ class Kernels:
         """Apply an elementwise function in float32, and return a new tensor of x's dtype.
 
         name: "silu", "gelu" (exact, with erf), "gelu_pytorch_tanh", "relu", "relu2" (relu squared),
-            "sigmoid" or "softplus".
+            "sigmoid", "softplus", or "quick_gelu": x sigmoid(1.702 x).
         """
         return _ACTIVATIONS[name](x.float()).to(x.dtype)
 
@@ -211,6 +212,10 @@ class Kernels:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return x @ weight.T + bias; weight is [out, in]."""
         return linear(x, weight, bias)
+
+    def linear_act(self, x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+        """Return act(linear(x)), [num_tokens, out]. act: a name that `activation` takes."""
+        return self.activation(self.linear(x, weight, bias), act)
 
     def norm_linear(
         self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None

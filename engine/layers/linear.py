@@ -60,11 +60,13 @@ class Linear:
         *,
         norm: Norm | None = None,
         gate: str | None = None,
+        act: str | None = None,
     ) -> Tensor:
-        """Return gate(self(norm(x))), [n, out].
+        """Return gate(self(norm(x))) or act(self(norm(x))), [n, out].
 
         gate: the activation of a gated MLP. The output is then [n, out / 2]; the matrix has the
             gate's rows first, then the up projection's.
+        act: a name that `Kernels.activation` takes; not with a gate or adapters.
         """
         method, state = self.method, self.state
         if norm is not None:
@@ -72,10 +74,14 @@ class Linear:
             # with and without adapters, and steps with adapters cannot fuse the norm.
             apart = self.lora is not None and method.kernels.DETERMINISTIC
             if lora is None and not apart and isinstance(norm, RMSNorm) and not norm.is_ahead(x):
-                if gate is None:
-                    return method.apply_norm(state, x, norm.weight, norm.eps)
-                return method.apply_norm_gated(state, x, norm.weight, norm.eps, gate)
+                if gate is not None:
+                    return method.apply_norm_gated(state, x, norm.weight, norm.eps, gate)
+                y = method.apply_norm(state, x, norm.weight, norm.eps)
+                return y if act is None else method.kernels.activation(y, act)
             x = norm(x)
+        if act is not None:
+            assert lora is None
+            return method.apply_act(state, x, act)
         y = method.apply(state, x)
         kernels = method.kernels
         if lora is not None:

@@ -211,6 +211,10 @@ class LinearMethod(ABC):
         """
         return self.kernels.GATES[gate](self.apply_norm(state, x, norm, eps))
 
+    def apply_act(self, state: Any, x: Tensor, act: str) -> Tensor:
+        """Return act(apply(x)), [n, out]. act: a name that `Kernels.activation` takes."""
+        return self.kernels.activation(self.apply(state, x), act)
+
     def apply_add(self, state: Any, x: Tensor, residual: Tensor) -> Tensor:
         """Add apply(x) to residual in place, and return the residual."""
         return residual.add_(self.apply(state, x))
@@ -366,6 +370,9 @@ class DenseCuda(Dense):
         self, state: DenseState, x: Tensor, norm: Tensor, eps: float, gate: str
     ) -> Tensor:
         return self.kernels.norm_gated_linear(x, norm, eps, state.weight, state.bias, gate)
+
+    def apply_act(self, state: DenseState, x: Tensor, act: str) -> Tensor:
+        return self.kernels.linear_act(x, state.weight, state.bias, act)
 
     def apply_add(self, state: DenseState, x: Tensor, residual: Tensor) -> Tensor:
         return self.kernels.linear_add(x, state.weight, state.bias, residual)

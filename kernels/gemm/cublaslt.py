@@ -4,7 +4,8 @@ For one shape cuBLASLt's heuristic ranks several algorithms, and torch takes the
 another one is up to 17 % faster at the sizes of a decode batch. A tile that the heuristic does not
 offer, but that fills the multiprocessors evenly, is up to 20 % faster still (docs/performance.md).
 So cublaslt_tune.py times algorithms on the model's own weights. `linear` and `linear_add_` use the
-fastest algorithm for the number of rows, and torch for shapes that were not tuned.
+fastest algorithm for the number of rows, and torch for shapes that were not tuned. torch cannot add
+both a bias and a residual in a matmul, so these matmuls take the heuristic's first algorithm.
 
 The library is the one that torch has loaded, called through ctypes, so no extension module is
 compiled. If it cannot be loaded, nothing is tuned, and a warning is logged. Choices depend on
@@ -25,16 +26,21 @@ logger = logging.getLogger("manta.kernels")
 
 _WORKSPACE = 32 << 20  # bytes; NVIDIA's recommendation for Hopper
 _CANDIDATES = 16  # algorithms to request; current libraries return at most eight
+_MOST_BIASED = 512  # maximum number of shapes whose matmul with a bias is kept
 
 # Constants of cublasLt.h, which are part of its ABI.
 _COMPUTE_32F = 68
 TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType_t
-_DESC_TRANSA = 3
+_DESC_TRANSA, _DESC_EPILOGUE, _DESC_BIAS = 3, 7, 8
 _OP_T = 1
+_EPILOGUE_BIAS = 4
 _PREFERENCE_WORKSPACE = 1
 _CONFIG_TILE, _CONFIG_SPLIT_K, _CONFIG_REDUCTION, _CONFIG_SWIZZLE, _CONFIG_CUSTOM = 1, 2, 3, 4, 5
 _CONFIG_CLUSTER = 8
 _REDUCE_IN_FLOAT32 = 2
+
+
+_Attribute = ctypes.c_int32 | ctypes.c_uint32 | ctypes.c_void_p  # of a matmul's description
 
 
 class CublasLtError(RuntimeError):
@@ -86,27 +92,47 @@ def library(device: torch.device) -> CublasLt | None:
 
 
 class Matmul:
-    """The matmul x[rows, k] @ weight[n, k].T, written to y[rows, n], or with `add` added to y."""
+    """The matmul x[rows, k] @ weight[n, k].T, written to y[rows, n], or with `add` added to y.
 
-    def __init__(self, lib: CublasLt, rows: int, weight: Tensor, add: bool) -> None:
+    bias: a bias [n] that is added, too; `set_bias` replaces it.
+    """
+
+    def __init__(
+        self, lib: CublasLt, rows: int, weight: Tensor, add: bool, bias: Tensor | None = None
+    ) -> None:
         n, k = weight.shape
         kind = TYPES[weight.dtype]
         self._lib = lib
         self._beta = lib.one if add else lib.zero
         self._desc = ctypes.c_void_p()
         lib.call("cublasLtMatmulDescCreate", ctypes.byref(self._desc), _COMPUTE_32F, 0)
-        transpose = ctypes.c_int(_OP_T)
-        lib.call(
-            "cublasLtMatmulDescSetAttribute",
-            self._desc,
-            _DESC_TRANSA,
-            ctypes.byref(transpose),
-            ctypes.c_size_t(4),
-        )
+        self._set(_DESC_TRANSA, ctypes.c_int32(_OP_T))
+        if bias is not None:
+            self._set(_DESC_EPILOGUE, ctypes.c_uint32(_EPILOGUE_BIAS))
+            self.set_bias(bias)
         # The library is column-major: y.T [n, rows] = (weight.T [k, n]).T @ x.T [k, rows].
         self._weight, self._x, self._y = (
             self._layout(kind, *size) for size in ((k, n), (k, rows), (n, rows))
         )
+
+    def _set(self, attribute: int, value: _Attribute) -> None:
+        self._lib.call(
+            "cublasLtMatmulDescSetAttribute",
+            self._desc,
+            attribute,
+            ctypes.byref(value),
+            ctypes.c_size_t(ctypes.sizeof(value)),
+        )
+
+    def set_bias(self, bias: Tensor) -> None:
+        """Use another bias [n] from the next `run` on."""
+        self._set(_DESC_BIAS, ctypes.c_void_p(bias.data_ptr()))
+
+    def free(self) -> None:
+        """Destroy the library's descriptions; `run` must not be called again."""
+        for layout in (self._weight, self._x, self._y):
+            self._lib.call("cublasLtMatrixLayoutDestroy", layout)
+        self._lib.call("cublasLtMatmulDescDestroy", self._desc)
 
     def offered(self) -> list[Algorithm]:
         """Return the algorithms that cuBLASLt's heuristic offers, best first; possibly none."""
@@ -227,6 +253,8 @@ Key = tuple[int, int, int, torch.dtype, bool, torch.device]  # rows, n, k, ..., 
 
 # The tuner's choices, shared by the whole process like Triton's compiled kernels.
 tuned_matmuls: dict[Key, TunedMatmul] = {}
+# matmuls with a bias and a residual; None: cuBLASLt cannot compute the shape
+_biased_matmuls: dict[Key, TunedMatmul | None] = {}
 
 
 def key_of(rows: int, weight: Tensor, add: bool) -> Key:
@@ -244,10 +272,43 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
-def linear_add_(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-    """Add x [rows, k] @ weight [n, k].T to residual [rows, n] in place; return the residual."""
+def linear_add_(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Add x [rows, k] @ weight [n, k].T + bias [n] to residual [rows, n] in place; return the
+    residual."""
+    if bias is not None:
+        biased = _biased(x, weight, bias)
+        if biased is not None:
+            biased.matmul.set_bias(bias)
+            biased.matmul.run(biased.algorithm, x, weight, residual)
+            return residual
+        residual += bias
     tuned = tuned_matmuls.get(key_of(x.shape[0], weight, True))
     if tuned is None:
         return residual.addmm_(x, weight.t())
     tuned.matmul.run(tuned.algorithm, x, weight, residual)
     return residual
+
+
+def _biased(x: Tensor, weight: Tensor, bias: Tensor) -> TunedMatmul | None:
+    """Return the matmul that adds to a residual and has a bias, for x's number of rows.
+
+    Returns None if cuBLASLt cannot compute it, or if x is not contiguous.
+    """
+    key = key_of(x.shape[0], weight, True)
+    if key not in _biased_matmuls:
+        if len(_biased_matmuls) >= _MOST_BIASED:
+            for old in _biased_matmuls.values():
+                if old is not None:
+                    old.matmul.free()
+            _biased_matmuls.clear()
+        _biased_matmuls[key] = _first_offered(x.shape[0], weight, bias)
+    return _biased_matmuls[key] if x.is_contiguous() else None
+
+
+def _first_offered(rows: int, weight: Tensor, bias: Tensor) -> TunedMatmul | None:
+    lib = library(weight.device)
+    if lib is None or weight.dtype not in TYPES or not weight.is_contiguous():
+        return None
+    matmul = Matmul(lib, rows, weight, add=True, bias=bias)
+    offered = matmul.offered()
+    return TunedMatmul(matmul, offered[0]) if offered else None

@@ -36,6 +36,7 @@ SAFE: Mapping[str, Mapping[str, str]] = {
         "norm_add": _ONE_ELEMENT,
         "scale_columns": "an exactly rounded product of each element",
         "linear_add": _ONE_ELEMENT,
+        "linear_act": _COMPOSED,
         "norm_linear": _COMPOSED,
         "norm_gated_linear": _COMPOSED,
         "add_opened": _COMPOSED,

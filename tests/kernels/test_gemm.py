@@ -49,6 +49,42 @@ def test_every_number_of_tokens_means_the_same(tokens: int, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 64, 1040])
+def test_bias_and_residual(
+    tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bias of the layer that used the same matmul before, a residual that is replaced, a matmul
+    that is used after it was dropped for a newer shape."""
+    monkeypatch.setattr(cublaslt, "_MOST_BIASED", 1)
+    for rows in (tokens, tokens + 8, tokens):
+        x, weight = random(rows, 96, dtype=dtype), random(40, 96, dtype=dtype)
+        for _ in range(2):
+            bias, residual = random(40, dtype=dtype), random(rows, 40, dtype=dtype)
+            ref = x.double() @ weight.double().T + bias.double() + residual.double()
+            y = cuda.linear_add(x, weight, bias, residual)
+            assert y is residual or rows <= 4
+            assert row_error(y, ref) < 2 * BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("act", ["gelu_pytorch_tanh", "gelu", "quick_gelu"])
+@pytest.mark.parametrize("tokens", [1, 3, 64])
+def test_activation_after_a_matmul(tokens: int, act: str, dtype: torch.dtype) -> None:
+    """A GELU of another kind, an activation before the bias, a bias left out."""
+    x, weight = random(tokens, 96, dtype=dtype), random(40, 96, dtype=dtype) / 8
+    bias = random(40, dtype=dtype)
+    functions = {
+        "gelu_pytorch_tanh": lambda y: torch.nn.functional.gelu(y, approximate="tanh"),
+        "gelu": torch.nn.functional.gelu,
+        "quick_gelu": lambda y: y * torch.sigmoid(1.702 * y),
+    }
+    for added in (bias, None):
+        wide = x.double() @ weight.double().T
+        ref = functions[act](wide if added is None else wide + added.double())
+        assert row_error(cuda.linear_act(x, weight, added, act), ref) < 2 * BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(40, 300), (70, 128), (17, 130)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 64, 65])
 def test_fixed(tokens: int, shape: tuple[int, int], dtype: torch.dtype) -> None:

@@ -22,13 +22,16 @@ class PlainMLP(MLP):
 
     def __init__(self, tower: Tower, up: str, down: str) -> None:
         width, inner = tower.config.hidden_size, tower.config.intermediate_size
-        self.tower = tower
+        self.act = tower.config.activation
         self.up = tower.linear(up, inner, width)
         self.down = tower.closing(down, width, inner)
 
     def forward(self, residual: Tensor, norm: Norm) -> Tensor:
-        inner = self.up.forward(residual, norm=norm)
-        return self.down.forward(self.tower.activated(inner), residual=residual)
+        return self.down.forward(self.inner(residual, norm), residual=residual)
+
+    def inner(self, x: Tensor, norm: Norm) -> Tensor:
+        """Return activation(up(norm(x))), [n, intermediate_size]."""
+        return self.up.forward(x, norm=norm, act=self.act)
 
 
 class GatedMLP(MLP):

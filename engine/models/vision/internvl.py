@@ -103,9 +103,8 @@ class _Block(Block):
             part.copy_(norm(part.contiguous()))
         attended = self.out.forward(self.tower.attend(qkv, segments))
         residual.addcmul_(self.scales[0], attended)
-        inner = self.plain.up.forward(residual, norm=self.mlp_norm)
-        inner = self.plain.down.forward(self.tower.activated(inner))
-        return residual.addcmul_(self.scales[1], inner)
+        out = self.plain.down.forward(self.plain.inner(residual, self.mlp_norm))
+        return residual.addcmul_(self.scales[1], out)
 
 
 class InternTower(TileTower):
@@ -149,5 +148,5 @@ class InternTower(TileTower):
     def projected(self, x: Tensor) -> Tensor:
         if self.last_norm is not None:
             x = self.last_norm(x.flatten(0, 1)).view(x.shape)
-        x = self.up.forward(self.projector_norm(self.joined(x[:, 1:])))
-        return self.down.forward(self.kernels.activation(x, self.vision.projector_activation))
+        x = self.projector_norm(self.joined(x[:, 1:]))
+        return self.down.forward(self.up.forward(x, act=self.vision.projector_activation))

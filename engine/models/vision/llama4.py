@@ -54,5 +54,6 @@ class Llama4Tower(TileTower):
 
     def projected(self, x: Tensor) -> Tensor:
         x = self.after(x.flatten(0, 1)).view(x.shape)
-        x = self.activated(self.up.forward(self.joined(x[:, :-1])))
-        return self.product.forward(self.activated(self.down.forward(x)))
+        act = self.config.activation
+        x = self.up.forward(self.joined(x[:, :-1]), act=act)
+        return self.product.forward(self.down.forward(x, act=act))

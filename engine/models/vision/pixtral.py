@@ -92,5 +92,5 @@ class PixtralTower(Tower):
             residual = block.forward(residual, segments)
         if self.merger is not None:
             residual = self.merger.forward(residual)
-        inner = self.kernels.activation(self.up.forward(residual), config.projector_activation)
+        inner = self.up.forward(residual, act=config.projector_activation)
         return self.down.forward(inner).to(self.dtype)

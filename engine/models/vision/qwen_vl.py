@@ -29,14 +29,14 @@ class Merger:
     ) -> None:
         config = tower.vision
         self.width = config.hidden_size * config.merge**2
-        self.kernels, self.joined, self.norm = tower.kernels, joined, norm
+        self.joined, self.norm = joined, norm
         self.up = tower.linear(up, self.width, self.width)
         self.down = tower.linear(down, config.out_size, self.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Merge patches x [n, hidden_size] to embeddings [n / merge², out_size]."""
         x = self.norm(x.view(-1, self.width) if self.joined else x).view(-1, self.width)
-        return self.down.forward(self.kernels.activation(self.up.forward(x), "gelu"))
+        return self.down.forward(self.up.forward(x, act="gelu"))
 
 
 @dataclass(slots=True)

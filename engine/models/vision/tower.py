@@ -160,13 +160,6 @@ class Tower(ABC):
             self._deviation = self._deviation.to(pixels.device)
         return (pixels.float() * (1 / 255) - self._mean) / self._deviation
 
-    def activated(self, x: Tensor) -> Tensor:
-        """Apply the activation of the tower's plain MLPs to x [n, size]."""
-        if self.config.activation == "quick_gelu":
-            wide = x.float()
-            return (wide * torch.sigmoid(1.702 * wide)).to(x.dtype)
-        return self.kernels.activation(x, self.config.activation)
-
     def attend(self, qkv: Tensor, segments: AttentionMeta, scale: float | None = None) -> Tensor:
         """Compute bidirectional attention within each segment, with rotary embeddings if there are
         any.
