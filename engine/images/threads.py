@@ -57,14 +57,19 @@ def share_out(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
     `work` may call this function too. The first error is raised once no item is in progress.
     """
     first, *others = items
-    handed = [(item, _helpers().submit(work, item)) for item in others]
+    handed = [_helpers().submit(work, item) for item in others]
+    results: dict[int, R] = {}
     try:
-        results = [work(first)]
-        for item, future in handed:
-            # items that no helper has begun are computed by this thread
-            results.append(work(item) if future.cancel() else future.result())
-        return results
+        results[0] = work(first)
+        # Helpers begin items in order, so this thread computes those at the end.
+        for index in range(len(others), 0, -1):
+            if handed[index - 1].cancel():
+                results[index] = work(items[index])
+        for index, future in enumerate(handed, 1):
+            if not future.cancelled():
+                results[index] = future.result()
+        return [results[index] for index in range(len(items))]
     finally:
-        for _, future in handed:
+        for future in handed:
             if not future.cancel():
                 future.exception()

@@ -43,6 +43,4 @@ class Gemma3Images:
 
     def pixels(self, picture: Pillow.Image, layout: ImageLayout) -> "NDArray[np.uint8]":
         """Return the pixels [1, side, side, 3] of an RGB picture."""
-        import numpy as np
-
-        return np.asarray(resized(picture, (self.side, self.side), self.filter), np.uint8)[None]
+        return resized(picture, (self.side, self.side), self.filter)[None]

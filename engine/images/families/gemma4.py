@@ -63,7 +63,5 @@ class Gemma4Images:
 
     def pixels(self, picture: Pillow.Image, layout: ImageLayout) -> "NDArray[np.uint8]":
         """Return the pixels [1, height, width, 3] of an RGB picture."""
-        import numpy as np
-
         _, height, width = layout.shape
-        return np.asarray(resized(picture, (width, height), self.filter), np.uint8)[None]
+        return resized(picture, (width, height), self.filter)[None]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from PIL import Image as Pillow
 
-from engine.images.families.tiles import cut, stacked, tile_layout
+from engine.images.families.tiles import cut, tile_layout
 from engine.images.layout import ImageLayout, check_sides
 from engine.images.resize import resized
 from engine.images.settings import ProcessorSettings
@@ -102,13 +102,16 @@ class Idefics3Images:
     def pixels(self, picture: Pillow.Image, layout: ImageLayout) -> "NDArray[np.uint8]":
         """Return the pixels [tiles, tile, tile, 3] of an RGB picture; the whole view is the last
         tile."""
+        import numpy as np
+
         size = self._fitted(*picture.size)
-        picture, whole = resized(picture, size, self.filter), (self.tile, self.tile)
+        pixels = resized(picture, size, self.filter)
         tiles = []
         if layout.shape[0] > 1:
-            picture = resized(picture, self._tiled(*size), self.filter)
-            tiles = cut(picture, self.tile)
-        return stacked([*tiles, resized(picture, whole, self.filter)])
+            pixels = resized(Pillow.fromarray(pixels), self._tiled(*size), self.filter)
+            tiles = cut(pixels, self.tile)
+        whole = resized(Pillow.fromarray(pixels), (self.tile, self.tile), self.filter)
+        return np.stack([*tiles, whole])
 
 
 def _even(side: float) -> int:

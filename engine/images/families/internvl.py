@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from PIL import Image as Pillow
 
 from engine.images.families.internvl_chat import CONTEXT
-from engine.images.families.tiles import cut, stacked, tile_layout
+from engine.images.families.tiles import cut, tile_layout
 from engine.images.layout import ImageLayout, check_sides
 from engine.images.resize import resized
 from engine.images.settings import ProcessorSettings
@@ -71,9 +71,11 @@ class InternImages:
     def pixels(self, picture: Pillow.Image, layout: ImageLayout) -> "NDArray[np.uint8]":
         """Return the pixels [tiles, tile, tile, 3] of an RGB picture; the whole view is the last
         tile."""
+        import numpy as np
+
         tiles = []
         if layout.shape[0] > 1:
             columns, rows = self._grid(*picture.size)
             size = columns * self.tile, rows * self.tile
             tiles = cut(resized(picture, size, self.filter), self.tile)
-        return stacked([*tiles, resized(picture, (self.tile, self.tile), self.filter)])
+        return np.stack([*tiles, resized(picture, (self.tile, self.tile), self.filter)])

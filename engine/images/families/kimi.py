@@ -76,7 +76,7 @@ class KimiImages:
         details = (self._shrunk(*picture.size, detail) for detail in ("auto", "low"))
         width, height = next(size for size in details if self._padded(size) == layout.shape)
         whole = np.zeros((*layout.shape, 3), np.uint8)
-        whole[0, :height, :width] = np.asarray(resized(picture, (width, height), self.filter))
+        whole[0, :height, :width] = resized(picture, (width, height), self.filter)
         return whole
 
     def _shrunk(self, width: int, height: int, detail: str) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from PIL import Image as Pillow
 
-from engine.images.families.tiles import cut, stacked, tile_layout
+from engine.images.families.tiles import cut, tile_layout
 from engine.images.layout import ImageLayout, check_sides
 from engine.images.resize import resized
 from engine.images.settings import ProcessorSettings
@@ -109,13 +109,15 @@ class Llama4Images:
     def pixels(self, picture: Pillow.Image, layout: ImageLayout) -> "NDArray[np.uint8]":
         """Return the pixels [tiles, tile, tile, 3] of an RGB picture; the whole view is the last
         tile."""
+        import numpy as np
+
         width, height = picture.size
         several = layout.shape[0] > 1
         rows, columns = self._canvas(height, width) if several else (1, 1)
         high, wide = self._fitted(height, width, (rows, columns))
-        canvas = Pillow.new("RGB", (columns * self.tile, rows * self.tile))
-        canvas.paste(resized(picture, (wide, high), self.filter))
+        canvas = np.zeros((rows * self.tile, columns * self.tile, 3), np.uint8)
+        canvas[:high, :wide] = resized(picture, (wide, high), self.filter)
         tiles = cut(canvas, self.tile)
         if several:
             tiles.append(resized(picture, (self.tile, self.tile), self.filter))
-        return stacked(tiles)
+        return np.stack(tiles)

@@ -1,9 +1,7 @@
-"""cut, stacked, tile_layout: helpers of image processors that cut pictures into square tiles."""
+"""cut, tile_layout: helpers of image processors that cut pictures into square tiles."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-from PIL import Image as Pillow
 
 from engine.errors import ConfigError
 from engine.images.layout import ImageLayout
@@ -13,23 +11,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def cut(picture: Pillow.Image, tile: int) -> list[Pillow.Image]:
-    """Return the square tiles of a picture, row by row.
+def cut(pixels: "NDArray[np.uint8]", tile: int) -> "list[NDArray[np.uint8]]":
+    """Return the square tiles [tile, tile, 3] of a picture [height, width, 3], row by row.
 
     tile: the side of a tile in pixels, which divides the picture's sides.
     """
+    height, width, _ = pixels.shape
     return [
-        picture.crop((left, top, left + tile, top + tile))
-        for top in range(0, picture.height, tile)
-        for left in range(0, picture.width, tile)
+        pixels[top : top + tile, left : left + tile]
+        for top in range(0, height, tile)
+        for left in range(0, width, tile)
     ]
-
-
-def stacked(tiles: Sequence[Pillow.Image]) -> "NDArray[np.uint8]":
-    """Stack the pixels of RGB tiles, [tiles, height, width, 3]."""
-    import numpy as np
-
-    return np.stack([np.asarray(tile, np.uint8) for tile in tiles])
 
 
 def tile_layout(
