@@ -1,9 +1,10 @@
 """image_processor: loads a model's image processor; prepare: processes a picture. No torch here."""
 
 import hashlib
+import math
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,8 +17,12 @@ from engine.images.image import Image
 from engine.images.layout import ImageError, ImageLayout, check_sides
 from engine.images.picture_file import PictureFile
 from engine.images.settings import Encode, ProcessorSettings
-from engine.images.threads import prepares
+from engine.images.threads import alone, prepares, share_out
 from kernels.candidates import Lazy
+
+_LARGE = 2**19  # minimum pixels of pictures that are hashed and resized at the same time
+_BAND = 2**17  # pixels that are converted to bytes at once, to be hashed
+_SAMPLE = 24, 24  # pixels that identify a picture in `PixelCache.may_have`
 
 # not imported at runtime, as the library also imports this module for models without images
 if TYPE_CHECKING:
@@ -163,7 +168,8 @@ def clip_layouts(
 class PixelCache:
     """A least recently used cache of pictures' pixels, by digest. Thread-safe.
 
-    A conversation sends its pictures again with each turn.
+    A conversation sends its pictures again with each turn. Samples show early that a picture is not
+    in the cache.
 
     limit: the maximum bytes of all pixels.
     """
@@ -171,23 +177,40 @@ class PixelCache:
     def __init__(self, limit: int = 64 * 2**20) -> None:
         self._limit = limit
         self._size = 0
-        self._pixels: OrderedDict[bytes, bytes] = OrderedDict()
+        self._pixels: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()  # pixels, sample
+        self._samples: Counter[bytes] = Counter()
         self._lock = threading.Lock()
+
+    def may_have(self, sample: bytes) -> bool:
+        """Whether a picture with this sample is in the cache; another one may have the same."""
+        with self._lock:
+            return sample in self._samples
 
     def get(self, digest: bytes) -> bytes | None:
         with self._lock:
-            if digest in self._pixels:
-                self._pixels.move_to_end(digest)
-            return self._pixels.get(digest)
+            if digest not in self._pixels:
+                return None
+            self._pixels.move_to_end(digest)
+            return self._pixels[digest][0]
 
-    def put(self, digest: bytes, pixels: bytes) -> None:
+    def put(self, digest: bytes, pixels: bytes, sample: bytes = b"") -> None:
         if len(pixels) > self._limit:
             return
         with self._lock:
-            self._size += len(pixels) - len(self._pixels.pop(digest, b""))
-            self._pixels[digest] = pixels
+            if digest in self._pixels:
+                self._forget(digest)
+            self._pixels[digest] = pixels, sample
+            self._samples[sample] += 1
+            self._size += len(pixels)
             while self._size > self._limit:
-                self._size -= len(self._pixels.popitem(last=False)[1])
+                self._forget(next(iter(self._pixels)))
+
+    def _forget(self, digest: bytes) -> None:
+        pixels, sample = self._pixels.pop(digest)
+        self._size -= len(pixels)
+        self._samples[sample] -= 1
+        if not self._samples[sample]:
+            del self._samples[sample]
 
 
 def prepare(
@@ -206,21 +229,23 @@ def prepare(
     Raises InvalidRequest for a file that cannot be decoded.
     """
     frames = picture if isinstance(picture, Sequence) else [picture]
-    name = _digest(processor, [frames[index] for index in layout.frames], layout)
-    pixels = None if cache is None else cache.get(name)
-    if pixels is None:
-        with prepares():
-            tiles = {index: _tiles(processor, frames, index, layout) for index in {*layout.frames}}
-        if len(layout.frames) == 1:
-            array = tiles[layout.frames[0]]
-        else:
-            import numpy as np
+    own = [frames[index] for index in layout.frames]
 
-            array = np.concatenate([tiles[index] for index in layout.frames])
-        assert array.shape == (*layout.shape, 3), (array.shape, layout.shape)
-        pixels = _bytes(array)
-        if cache is not None:
-            cache.put(name, pixels)
+    def digest() -> bytes:
+        return _digest(processor, own, layout)
+
+    def resized() -> bytes:
+        return _resized(processor, frames, layout)
+
+    sample = _sample(own)
+    with prepares():
+        if sample and alone() and (cache is None or not cache.may_have(sample)):
+            pixels, name = share_out(lambda work: work(), [resized, digest])
+        else:
+            name = digest()
+            pixels = (cache.get(name) if cache is not None else None) or resized()
+    if cache is not None:
+        cache.put(name, pixels, sample)
     return Image(
         name,
         start + layout.first,
@@ -244,11 +269,53 @@ def _digest(
     for field in (settings, f"{kind} {layout.grid} {layout.shape}".encode()):
         digest.update(len(field).to_bytes(8, "little") + field)
     for frame in frames:
-        data = frame.data if isinstance(frame, PictureFile) else frame.tobytes()
         if len(frames) > 1:
-            digest.update(len(data).to_bytes(8, "little"))
-        digest.update(data)
+            size = len(frame.data) if isinstance(frame, PictureFile) else 3 * math.prod(frame.size)
+            digest.update(size.to_bytes(8, "little"))
+        for data in [frame.data] if isinstance(frame, PictureFile) else _bands(frame):
+            digest.update(data)
     return digest.digest()[:16]
+
+
+def _bands(picture: Pillow.Image) -> Iterator[bytes]:
+    """Yield an RGB picture's bytes, a few rows at a time.
+
+    The bytes of all rows would take new pages of memory, which cost more time than their hash.
+    """
+    width, height = picture.size
+    rows = max(1, _BAND // width)
+    for top in range(0, height, rows):
+        yield picture.crop((0, top, width, min(top + rows, height))).tobytes()
+
+
+def _sample(frames: Sequence[Pillow.Image | PictureFile]) -> bytes:
+    """Return a few pixels of frames that take long to hash; b"" for files and small frames.
+
+    Files are hashed fast.
+    """
+    pictures = [frame for frame in frames if isinstance(frame, Pillow.Image)]
+    if sum(picture.width * picture.height for picture in pictures) < _LARGE:
+        return b""
+    few = [picture.resize(_SAMPLE, Pillow.Resampling.NEAREST) for picture in pictures]
+    return hashlib.sha256(b"".join(picture.tobytes() for picture in few)).digest()
+
+
+def _resized(
+    processor: ImageProcessor, frames: Sequence[Pillow.Image | PictureFile], layout: ImageLayout
+) -> bytes:
+    """Return the pixels of a picture, or of a span of a clip with all its `frames`.
+
+    Raises InvalidRequest for a file that cannot be decoded.
+    """
+    tiles = {index: _tiles(processor, frames, index, layout) for index in {*layout.frames}}
+    if len(layout.frames) == 1:
+        array = tiles[layout.frames[0]]
+    else:
+        import numpy as np
+
+        array = np.concatenate([tiles[index] for index in layout.frames])
+    assert array.shape == (*layout.shape, 3), (array.shape, layout.shape)
+    return _bytes(array)
 
 
 def _tiles(

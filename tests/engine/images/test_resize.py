@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image as Pillow
 
+from engine.images import processor as processors
 from engine.images import resize, threads
 from engine.images.picture_file import PictureFile
-from engine.images.processor import prepare
+from engine.images.processor import PixelCache, prepare
 from engine.images.resize import resized
 from engine.images.threads import share_out
 from tests.engine.images.files import saved
@@ -165,6 +166,55 @@ def test_threads_divide_a_large_picture(monkeypatch: pytest.MonkeyPatch) -> None
     with pool:
         resized(picture(64, 43), (64, 44), Pillow.Resampling.BICUBIC, 8)
     assert len(used) == 8 and {used.count(thread) for thread in used} == {4}
+
+
+def test_a_new_large_picture_is_hashed_beside_its_resize(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bugs: a hash that nothing runs beside; a picture that comes again and is resized in vain; a
+    digest that depends on the order."""
+    write_folder(tmp_path, CASES["Qwen3-VL"])
+    processor = load_processor(tmp_path)
+    assert processor is not None
+    beside: list[bool] = []
+
+    def share_out(work: Any, items: Any) -> Any:
+        beside.append(True)
+        return threads.share_out(work, items)
+
+    monkeypatch.setattr(processors, "share_out", share_out)
+    cache = PixelCache()
+    new, same_sample = picture(1024, 600), picture(1024, 600)
+    same_sample.putpixel((1023, 599), (1, 2, 3))
+    assert processors._sample([new]) == processors._sample([same_sample]) != b""
+    layout = processor.layout(1024, 600)
+    first = prepare(processor, new, layout, 0, cache)
+    assert beside == [True]
+    whole = processor.pixels(new, layout).tobytes()
+    assert first.pixels == whole
+    resize_of = processor.pixels
+    monkeypatch.setattr(processor, "pixels", lambda *_: pytest.fail("resized again"))
+    assert prepare(processor, new.copy(), layout, 0, cache) == first
+    monkeypatch.setattr(processor, "pixels", resize_of)
+    other = prepare(processor, same_sample, layout, 0, cache)
+    assert other.digest != first.digest and other.pixels != first.pixels
+    assert beside == [True]
+    with threads.prepares():  # another picture
+        assert prepare(processor, new, layout, 0) == first
+    assert beside == [True]
+    prepare(processor, picture(64, 43), processor.layout(64, 43), 0)
+    assert beside == [True]
+
+
+def test_samples_are_forgotten_with_their_pixels() -> None:
+    """Bug: samples that grow without end."""
+    cache = PixelCache(limit=10)
+    for number in range(4):
+        cache.put(bytes([number]), bytes(5), b"sample")
+        cache.put(bytes([number]), bytes(5), b"sample")
+    assert cache.may_have(b"sample") and cache._samples == {b"sample": 2}
+    cache.put(b"large", bytes(10), b"other")
+    assert not cache.may_have(b"sample") and cache._samples == {b"other": 1}
 
 
 def test_busy_helpers_are_not_waited_for() -> None:
