@@ -140,6 +140,14 @@ class RequestAttempt:
         """The seconds from the intended send time to the first tokens."""
         return self._chunks[0][0] - self.intended if self._chunks else None
 
+    @property
+    def retry_after_s(self) -> float:
+        """The seconds in the header Retry-After; 0 without it, or where it has a date."""
+        try:
+            return max(0.0, float(self._headers.get(b"retry-after", b"0")))
+        except ValueError:
+            return 0.0
+
     # Called by the connection.
 
     def on_head(self, status: int, headers: dict[bytes, bytes], now: float) -> None:

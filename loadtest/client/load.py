@@ -5,7 +5,8 @@
     |<------------------------- e2e ------------------------------------------------->|
 
 An open loop never waits for an answer before the next request, so the number of requests in flight
-depends on the server. In a closed loop the intended time is the end of an earlier request.
+depends on the server. In a closed loop the intended time is the end of an earlier request; after a refusal
+it is later by the server's Retry-After.
 """
 
 import asyncio
@@ -29,6 +30,7 @@ from loadtest.scenario.schema import Target, read_key
 _SWEEP_S = 0.1
 _CPU_WINDOW_S = 5.0
 _REFUSED_PAUSE_S = 0.1
+_REFUSED = ("connect", "http_429", "http_503")  # after which the next request waits
 
 
 class ClientProgress(msgspec.Struct):
@@ -241,13 +243,17 @@ class LoadClient:
 
         def next_one(intended: float) -> None:
             nonlocal active
-            number = next(numbers, None)
-            index = None if number is None else first + number * step
-            if index is None or self._stop.is_set() or (end is not None and intended >= end):
+            ended = self._stop.is_set() or (end is not None and intended >= end)
+            if not ended and (pause := intended - clock()) > 0:
+                asyncio.get_running_loop().call_later(pause, next_one, intended)
+                return
+            number = None if ended else next(numbers, None)
+            if number is None:
                 active -= 1
                 if not active:
                     over.set()
                 return
+            index = first + number * step
             self._send(plan, index, None, plan.generator.spec(index), intended, next_one)
 
         active = plan.concurrency
@@ -352,12 +358,10 @@ class LoadClient:
             self._sink(record)
         if after is None or self._stop.is_set():
             return
-        # no server listens: wait, to avoid a storm of refused connections
-        if record.error_class == "connect":
-            loop = asyncio.get_running_loop()
-            loop.call_later(_REFUSED_PAUSE_S, lambda: after(clock()))
-        else:
-            after(self._origin + record.end_s)
+        # Wait after a refusal, as clients do: a storm of requests would measure itself.
+        refused = record.error_class in _REFUSED
+        pause = max(_REFUSED_PAUSE_S, attempt.retry_after_s) if refused else 0.0
+        after(self._origin + record.end_s + pause)
 
     def _count(self, attempt: RequestAttempt, record: RequestRecord) -> None:
         progress = self.progress

@@ -266,9 +266,10 @@ class FakeServer:
 
     def _json(self, writer: asyncio.StreamWriter, status: int, value: Any) -> None:
         data = json.dumps(value).encode()
+        extra = "".join(f"{k}: {v}\r\n" for k, v in self.headers.items()).encode()
         writer.write(
-            b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
-            % (status, len(data), data)
+            b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\n%bcontent-length: %d\r\n\r\n%b"
+            % (status, extra, len(data), data)
         )
 
 

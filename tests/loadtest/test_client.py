@@ -328,6 +328,18 @@ def test_stop_hangs_up() -> None:
     assert 0 < len(records) < 60 and all(r.cancelled for r in records)
 
 
+@pytest.mark.parametrize(("retry_after", "most"), [("60", 4), ("soon", 4 * 6)])
+def test_refused_users_wait(retry_after: str, most: int) -> None:
+    """Sixteen users of a closed loop sent 700 requests a second to a server that refused them."""
+    headers = {"retry-after": retry_after}
+    with FakeServer(fault=lambda n, b: "refuse_503", headers=headers) as server:
+        began = time.monotonic()
+        text = "{name: load, arrivals: {kind: closed, concurrency: 4}, duration: 0.5, drain: true}"
+        records = load(server, f"work: {{name: tokens, input: 3, output: 8}}\nphases: [{text}]\n")
+        assert time.monotonic() - began < 0.5 + 2 * SLACK
+    assert 4 <= len(records) <= most and all(r.error_class == "http_503" for r in records)
+
+
 def test_several_urls_take_turns() -> None:
     """All of the load on the first of two proxies."""
     with FakeServer() as fake_server, FakeServer() as two:
