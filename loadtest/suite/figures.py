@@ -94,7 +94,7 @@ def figures_of(
     others = [r for r in quick if r.failed and not r.chunks and r.error_class not in _REFUSALS]
     firsts = [first for r in answered if (first := r.ttft_s) is not None]
     pauses = [b[0] - a[0] for r in quick for a, b in zip(r.chunks, r.chunks[1:], strict=False)]
-    good = sum(1 for r in answered if r.verified != "different" and _soon(r, first_limit_s))
+    good = sum(_soon(r, first_limit_s) for r in answered)
     # Answers may end after the last request was sent.
     span = max(seconds, max((r.end_s for r in quick), default=0.0))
     errors: dict[str, int] = {}
