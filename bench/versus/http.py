@@ -39,7 +39,8 @@ from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from bench.report.result_file import Line, print_ratios, ratio_row, versions_under
 from bench.versus.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
@@ -249,36 +250,59 @@ def server(
     config_text, changes: see `command_of`.
     Raises SystemExit if the server does not start, or another server is running.
     """
-    refuse_if_held(side)
-    with tempfile.TemporaryDirectory() as name:
-        log_path = Path(name) / "server.log"
-        with log_path.open("w") as log:
-            start = time.monotonic()
-            process = subprocess.Popen(
-                command_of(side, model, Path(name), config_text, changes),
-                env=environment_of(side, first_path),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                _wait_until_ready(process, side, log_path)
-                yield round(time.monotonic() - start, 1)
-            finally:
-                _stop(process)
-        _wait_until_closed(side)
+    with tempfile.TemporaryDirectory() as folder:
+        command = command_of(side, model, Path(folder), config_text, changes)
+        path = "/ready" if side == "manta" else "/v1/models"
+        with serving(side, command, environment_of(side, first_path), URL + path) as seconds:
+            yield seconds
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], side: str, log: Path) -> None:
-    path = "/ready" if side == "manta" else "/v1/models"
+@contextmanager
+def serving(
+    side: str,
+    command: list[str],
+    environment: Mapping[str, str],
+    ready_url: str,
+    folder: str | None = None,
+) -> Iterator[float]:
+    """Run a server's command within the context; yield the seconds until it answered.
+
+    The command's session, its child processes included, is ended afterwards.
+
+    ready_url: answered by a server that is ready. folder: the server's working directory; None:
+    that of this process.
+    Raises SystemExit if the server does not start, or another program has its port.
+    """
+    port = urlsplit(ready_url).port or PORT
+    refuse_if_held(side, port)
+    with tempfile.TemporaryFile("w+") as log:
+        start = time.monotonic()
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            cwd=folder,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            _wait_until_ready(process, side, ready_url, log)
+            yield round(time.monotonic() - start, 1)
+        finally:
+            _stop(process)
+    _wait_until_closed(side, port)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], side: str, url: str, log: IO[str]) -> None:
     limit = time.monotonic() + READY_S
     while time.monotonic() < limit and process.poll() is None:
         try:
-            urllib.request.urlopen(URL + path, timeout=2).read()
+            urllib.request.urlopen(url, timeout=2).read()
             return
         except (urllib.error.URLError, OSError):
             time.sleep(0.25)
-    raise SystemExit(f"{side} did not start:\n" + "".join(log.read_text()[-4000:]))
+    log.seek(0)
+    raise SystemExit(f"{side} did not start:\n{log.read()[-4000:]}")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -294,17 +318,17 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def held() -> str:
-    """Return a text that names what a leftover server occupies: the port, or much device memory.
+def held(port: int) -> str:
+    """Return a text that names what a leftover server occupies: a port, or much device memory.
 
     Returns "" if neither is occupied. Memory is checked because a server takes it before it
     answers.
     """
     try:
-        socket.create_connection(("127.0.0.1", PORT), timeout=1).close()
-        return f"port {PORT}"
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        return f"port {port}"
     except TimeoutError:
-        return f"port {PORT}"
+        return f"port {port}"
     except OSError:  # no process listens on the port
         pass
     import torch
@@ -315,19 +339,19 @@ def held() -> str:
     return "" if free > 0.9 * total else "the device's memory"
 
 
-def refuse_if_held(side: str) -> None:
+def refuse_if_held(side: str, port: int) -> None:
     """Raise SystemExit if a server of an earlier call still runs.
 
     It would answer instead of this side's server.
     """
-    if what := held():
+    if what := held(port):
         raise SystemExit(f"{side} is not started: another program has {what}; end it first")
 
 
-def _wait_until_closed(side: str) -> None:
+def _wait_until_closed(side: str, port: int) -> None:
     """Wait until the port and the device's memory are free for the next server."""
     limit = time.monotonic() + STOP_S
-    while what := held():
+    while what := held(port):
         if time.monotonic() > limit:
             raise SystemExit(f"{side} still has {what} {STOP_S} s after its end")
         time.sleep(0.5)
@@ -420,10 +444,10 @@ def run_side(args: argparse.Namespace, side: str) -> Generator[Line, None, None]
     side: "offline" (Manta's engine without HTTP), "manta" or a peer's server.
     """
     if side == "offline":
-        refuse_if_held(side)
+        refuse_if_held(side, PORT)
         command = [sys.executable, "-m", "bench.versus.http", "--offline", "--model", args.model]
         yield from lines_of(command)
-        _wait_until_closed(side)
+        _wait_until_closed(side, PORT)
         return
     ran_on = versions_under(environment_of(side, args.ray_llm_path), "ray", *PACKAGES[side])
     with server(side, args.model, args.ray_llm_path) as ready:

@@ -5,8 +5,8 @@
     |<------------------------- e2e ------------------------------------------------->|
 
 An open loop never waits for an answer before the next request, so the number of requests in flight
-depends on the server. In a closed loop the intended time is the end of an earlier request; after a refusal
-it is later by the server's Retry-After.
+depends on the server. In a closed loop the intended time is the end of an earlier request, or the
+end of the pause (Retry-After) after a refused one.
 """
 
 import asyncio

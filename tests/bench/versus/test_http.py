@@ -53,14 +53,14 @@ def test_no_side_starts_while_another_answers(monkeypatch: pytest.MonkeyPatch) -
     """The server of a call that was cut off answered in place of the next side, under its name."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        monkeypatch.setattr(versus_http, "PORT", port)
+        monkeypatch.setattr(versus_http, "URL", f"http://127.0.0.1:{port}")
         monkeypatch.setattr(versus_http.subprocess, "Popen", None)  # is not to be called
         with (
             pytest.raises(SystemExit, match=f"vllm is not started: .* has port {port}"),
             server("vllm", "model", ""),
         ):
             pass
-    assert versus_http.held() != f"port {port}"
+    assert versus_http.held(port) != f"port {port}"
 
 
 def args_of(out: Path, **others: Any) -> argparse.Namespace:
