@@ -18,6 +18,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -337,6 +338,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each case")
     parser.add_argument("--device", default="", help="what the results call this machine")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is stopped
     compare(parser.parse_args())
 
 
