@@ -77,6 +77,7 @@ ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=Fal
 config = LLMConfig(
     model_loading_config={{"model_id": "default", "model_source": sys.argv[1]}},
     deployment_config={{"num_replicas": {REPLICAS}, "max_ongoing_requests": 4096}},
+    placement_group_config={{"bundles": [{{"CPU": 1}}]}},
     engine_kwargs={{"dtype": "bfloat16", "max_model_len": {CONTEXT},
                    "max_num_seqs": {SLOTS // REPLICAS}}},
     log_engine_metrics=False)
