@@ -30,7 +30,7 @@ from loadtest.scenario.schema import Target, read_key
 _SWEEP_S = 0.1
 _CPU_WINDOW_S = 5.0
 _REFUSED_PAUSE_S = 0.1
-_REFUSED = ("connect", "http_429", "http_503")  # after which the next request waits
+_REFUSED = ("connect", "http_429", "http_503", "http_5xx")  # after which the next request waits
 
 
 class ClientProgress(msgspec.Struct):

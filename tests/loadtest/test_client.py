@@ -328,16 +328,19 @@ def test_stop_hangs_up() -> None:
     assert 0 < len(records) < 60 and all(r.cancelled for r in records)
 
 
-@pytest.mark.parametrize(("retry_after", "most"), [("60", 4), ("soon", 4 * 6)])
-def test_refused_users_wait(retry_after: str, most: int) -> None:
+@pytest.mark.parametrize(
+    ("retry_after", "fault", "most"),
+    [("60", "refuse_503", 4), ("soon", "refuse_429", 4 * 6), ("", "refuse_500", 4 * 6)],
+)
+def test_refused_users_wait(retry_after: str, fault: str, most: int) -> None:
     """Sixteen users of a closed loop sent 700 requests a second to a server that refused them."""
     headers = {"retry-after": retry_after}
-    with FakeServer(fault=lambda n, b: "refuse_503", headers=headers) as server:
+    with FakeServer(fault=lambda n, b: fault, headers=headers) as server:
         began = time.monotonic()
         text = "{name: load, arrivals: {kind: closed, concurrency: 4}, duration: 0.5, drain: true}"
         records = load(server, f"work: {{name: tokens, input: 3, output: 8}}\nphases: [{text}]\n")
         assert time.monotonic() - began < 0.5 + 2 * SLACK
-    assert 4 <= len(records) <= most and all(r.error_class == "http_503" for r in records)
+    assert 4 <= len(records) <= most and all(r.failed for r in records)
 
 
 def test_several_urls_take_turns() -> None:
