@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -249,6 +250,7 @@ def run_side(
             )
             check(options)
             result = asyncio.run(run(options, lambda line: print(line, file=sys.stderr)))
+            result.client = f"{os.cpu_count()} CPUs, {platform.system()}"
             print(f"{side}, {victim}\n{table(result)}", flush=True)
             yield {"side": side, "victim": victim, **msgspec.to_builtins(result)}
 
