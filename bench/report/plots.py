@@ -27,6 +27,7 @@ MADE_BY = {
     "autoscaling": "`python -m tests.deployments.on_ray.autoscaling_live --model default`: 0, 3, 0",
     "before-after": "`python -m bench.versus.engine --against`: Manta's engine and an older one",
     "calibration": "`python -m bench.calibration`: weights in fewer bits, and quantised keys",
+    "chaos": "`python -m bench.versus.chaos`: kills and overload, beside other servers",
     "change": "`python -m bench.versus.engine --change`: Manta's engine against itself",
     "faults": "`manta loadtest run --verify --chaos` against `manta serve`: each fault once",
     "faults-abuse": "`python -m tests.faults.abuse`: leaving, slow and far too many clients",
