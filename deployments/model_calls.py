@@ -36,7 +36,7 @@ _ENCODING = ("encoding_format", "embed_dtype", "endianness")
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """The vectors of texts.
+    """The embeddings of texts.
 
     vectors: one float32 array per text, in order.
     prompt_tokens: number of tokens of all texts.
@@ -290,7 +290,7 @@ class ModelCalls:
         truncate: bool = False,
         **fields: Any,
     ) -> Embeddings:
-        """Return the vectors of texts by an embedding model.
+        """Return the embeddings of texts by an embedding model.
 
         texts: a text, token ids, a list of either, or the messages of a chat, which is one text.
         prompt_name: name of the checkpoint's prompt, which is put before each text.

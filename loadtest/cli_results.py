@@ -30,12 +30,12 @@ def report(
 def compare(
     a: Annotated[Path, typer.Argument(help="A run's folder, or a folder of repeats.")],
     b: Annotated[Path, typer.Argument(help="The other.")],
-    html: Annotated[Path | None, typer.Option(help="Also write this page.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write the page PATH.")] = None,
     fail_if: Annotated[
         list[str] | None,
         typer.Option(help='Exit code 1 if "p99_ttft>+10%" and it is not chance.'),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the bootstrap.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="The seed of the bootstrap.")] = 0,
 ) -> None:
     """Compare two runs side by side, with 95 % intervals of what changed."""
     with failing():
@@ -61,7 +61,7 @@ def search(
     ] = None,
     sweep: Annotated[
         str | None,
-        typer.Option(help="These loads instead of a search: 1,2,4 or 1..64 or 10..50:10."),
+        typer.Option(help="Run these loads instead of a search: 1,2,4 or 1..64 or 10..50:10."),
     ] = None,
     start: Annotated[float, typer.Option(min=0.001, help="First load of the search.")] = 1.0,
     top: Annotated[float, typer.Option(min=0.001, help="Never above this load.")] = 10_000.0,
@@ -71,7 +71,7 @@ def search(
     repeats: Annotated[
         int | None,
         typer.Option(
-            min=1, max=100, help="At most so many runs of a load; default: 3, in a sweep 1."
+            min=1, max=100, help="The maximum number of runs of a load; default: 3, in a sweep 1."
         ),
     ] = None,
     out: Annotated[

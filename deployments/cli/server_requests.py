@@ -8,7 +8,7 @@ import typer
 HERE = "http://127.0.0.1:8000"
 # Commands accept the server's URL both as an option and as an argument.
 Url = Annotated[str | None, typer.Option(help=f"Server to talk to; default: {HERE}.")]
-UrlArgument = Annotated[str | None, typer.Argument(metavar="URL", help="The same as --url.")]
+UrlArgument = Annotated[str | None, typer.Argument(metavar="URL", help="Instead of --url.")]
 AdminKey = Annotated[
     Path | None,
     typer.Option(help="File with a key of http.admin_keys_file; default: OPENAI_API_KEY."),

@@ -31,7 +31,7 @@ def check_data_parallel_attention(model: ModelConfig) -> None:
     """Raise ConfigError for models that attention_data_parallel does not support."""
     why = ""
     if model.recurrent:
-        why = f"{model.architecture} has layers that keep states, which are divided by heads alone"
+        why = f"{model.architecture} has recurrent layers, whose states are divided by heads alone"
     elif model.whole_texts:
         why = f"{model.architecture} keeps no keys of a text, so there is nothing to gain"
     if why:

@@ -101,8 +101,8 @@ class VirtualTokensReader:
             )
         if config.kind == PREFIX and model.recurrent:
             raise AdapterError(
-                f"{folder}: prefix tuning is not supported where layers keep states in the place "
-                "of keys and values",
+                f"{folder}: prefix tuning is not supported where layers have recurrent "
+                "states in the place of keys and values",
                 code="adapter_incompatible",
             )
         if config.kind == PREFIX and not all(layer.attends for layer in model.attention):

@@ -35,7 +35,7 @@ GRAPH_BYTES = 1 * GIB
 
 # Advice for users at the end of error messages.
 WEIGHTS_TOO_LARGE = (
-    "Ways out: a smaller model or one in fewer bits (dtype, quantization), a device with more "
+    "Ways out: a smaller or quantised model (dtype, quantization), a device with more "
     "memory or several (tensor_parallel), or free what other processes hold of it"
 )
 ADAPTERS_TOO_LARGE = (

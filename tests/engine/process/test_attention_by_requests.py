@@ -168,7 +168,7 @@ def test_room_is_for_as_many_times_the_tokens(
     [
         ({}, {"tensor_parallel": 1}, "ranks of tensor_parallel, which is 1; raise that"),
         ({}, {"pipeline_parallel": 2}, "together with pipeline_parallel 2; leave one of them out"),
-        ({"model_type": "qwen3_next"}, {}, "layers that keep states.*leave it out"),
+        ({"model_type": "qwen3_next"}, {}, "recurrent layers.*leave it out"),
     ],
 )
 def test_what_is_not_combined_is_refused(
