@@ -432,7 +432,7 @@ def test_a_slot_that_was_taken_back_is_not_read(
     source = kv_source(one)
     number = cores.begin(other, PROMPT, source=source)
     imported = other._moves._imports[number]
-    two.until(lambda: imported.pull.borrowed is not None and len(imported.pull.borrowed.fills) == 4)
+    two.until(lambda: imported.pull.borrowed is not None and imported.pull.borrowed.num_lent == 4)
     two.until(lambda: len(one._moves._free) == 4)  # type: ignore[union-attr]
     two.run(third, PROMPT[::-1], source=source)
     assert third.stats().shared_moves == 1
@@ -460,7 +460,7 @@ def _other_process(
     number = cores.begin(core, PROMPT, source=source)
     assert core._moves is not None
     pull = core._moves._imports[number].pull
-    while pull.borrowed is None or not pull.borrowed.fills:
+    while pull.borrowed is None or not pull.borrowed.num_lent:
         time.sleep(0.01)
     pipe.send(None)
     time.sleep(60)
@@ -501,7 +501,7 @@ def test_a_process_is_killed_while_the_other_reads_its_slots(
             number = cores.begin(core, PROMPT, source=msgspec.convert(pipe.recv(), KVSource))
             pull = core._moves._imports[number].pull
             end_at = time.monotonic() + 10
-            while pull.borrowed is None or len(pull.borrowed.fills) < 4:
+            while pull.borrowed is None or pull.borrowed.num_lent < 4:
                 assert time.monotonic() < end_at
                 time.sleep(0.01)
             assert _mapped() == own + 1

@@ -28,6 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -170,12 +171,11 @@ class HostSlots:
         del self._areas[first]
         self._ends.pop(first)()
 
-    def on_device(self, pairs: Pairs) -> bool:
-        """Whether the slots of a copy's (item, slot) pairs are all in device memory, not in host
-        memory."""
-        if not pairs:
+    def on_device(self, numbers: Sequence[int]) -> bool:
+        """Whether the slots of a copy are in device memory, not in host memory."""
+        if not numbers:
             return False
-        place, area = self._place_of(pairs[0][1])
+        place, area = self._place_of(numbers[0])
         return place >= area.num_host
 
     def slot(self, number: int) -> Tensor:
@@ -215,13 +215,10 @@ def _ends(blocks: Collection[int], states: Collection[int]) -> frozenset[int]:
     return numbers.union(-1 - slot for slot in states) if states else numbers
 
 
-def _ends_of(pairs: Pairs, states: Pairs) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the numbers (see `_ends`) of the first and of the second elements of all pairs.
-
-    pairs, states: (device item, slot) pairs of blocks and of snapshots, or reversed pairs.
-    """
-    firsts = _ends([first for first, _ in pairs], [first for first, _ in states])
-    return firsts, _ends([second for _, second in pairs], [second for _, second in states])
+def _columns(pairs: Pairs) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the first elements of all pairs, and the second ones."""
+    firsts, seconds = zip(*pairs, strict=True) if pairs else ((), ())
+    return firsts, seconds
 
 
 class CpuCopies:
@@ -251,7 +248,7 @@ class CpuCopies:
 
     def store(self, pairs: Pairs, states: Pairs = ()) -> bool:
         began = time.perf_counter()
-        slots = _ends_of(pairs, states)[1]
+        slots = _ends(_columns(pairs)[1], _columns(states)[1])
         self._lost -= slots
         try:
             self._copy(self.blocks, pairs, to_host=True)
@@ -267,7 +264,7 @@ class CpuCopies:
     def load(self, ticket: int, pairs: Pairs, states: Pairs = ()) -> bool:
         began = time.perf_counter()
         try:
-            if self._lost & _ends_of(pairs, states)[0]:
+            if self._lost & _ends(_columns(pairs)[0], _columns(states)[0]):
                 raise RuntimeError("they had not got there")
             self._copy(self.blocks, _reversed(pairs), to_host=False)
             if self.states is not None:
@@ -322,17 +319,37 @@ def _reversed(pairs: Pairs) -> Pairs:
     return [(item, slot) for slot, item in pairs]
 
 
-@dataclass(slots=True)
+@dataclass
 class _Copy:
-    """A copy in flight, with the numbers of its device items and host slots (see `_ends`)."""
+    """A copy in flight.
 
-    ticket: int  # ticket of the load; 0 = a store
-    items: frozenset[int]
-    slots: frozenset[int]
-    size: int  # bytes
+    ticket: ticket of the load; 0 = a store.
+    blocks, block_slots: the blocks, and the slot of each.
+    states, state_slots: the snapshots, and the slot of each.
+    size: bytes.
+    """
+
+    ticket: int
+    blocks: Sequence[int]
+    block_slots: Sequence[int]
+    states: Sequence[int]
+    state_slots: Sequence[int]
+    size: int
     began: torch.cuda.Event
     done: torch.cuda.Event
     failed: bool = False
+
+    # computed only if another copy or a step has to be compared with this one
+
+    @cached_property
+    def items(self) -> frozenset[int]:
+        """The numbers of its device items (see `_ends`)."""
+        return _ends(self.blocks, self.states)
+
+    @cached_property
+    def slots(self) -> frozenset[int]:
+        """The numbers of its slots (see `_ends`)."""
+        return _ends(self.block_slots, self.state_slots)
 
 
 class CudaCopies:
@@ -381,23 +398,23 @@ class CudaCopies:
 
     def store(self, pairs: Pairs, states: Pairs = ()) -> bool:
         self._take_stored()
-        slots = _ends_of(pairs, states)[1] if self._lost else frozenset()
-        size = max(1, len(pairs)) if self.blocks.on_device(pairs) else _PIECE
-        pieces = [(pairs[at : at + size], ()) for at in range(0, len(pairs), size)]
+        (blocks, slots), (snapshots, places) = _columns(pairs), _columns(states)
+        size = max(1, len(pairs)) if self.blocks.on_device(slots) else _PIECE
         succeeded = True
-        for piece, some in [*pieces, ((), states)]:
-            if (piece or some) and succeeded:
-                succeeded = self._store(piece, some)
-        if succeeded:
-            self._lost -= slots
-        else:
-            self._lost |= _ends_of(pairs, states)[1]
+        for at in range(0, len(pairs), size):
+            piece = blocks[at : at + size], slots[at : at + size], (), ()
+            succeeded = succeeded and self._store(self._new_copy(0, *piece))
+        if states and succeeded:
+            succeeded = self._store(self._new_copy(0, (), (), snapshots, places))
+        if not succeeded:
+            self._lost |= _ends(slots, places)
+        elif self._lost:
+            self._lost -= _ends(slots, places)
         return succeeded
 
-    def _store(self, pairs: Pairs, states: Pairs) -> bool:
-        store = self._new_copy(0, pairs, states)
+    def _store(self, store: _Copy) -> bool:
         store.began.record(self._store_stream)
-        store.failed = not self._copy(pairs, states, self._store_stream, to_host=True)
+        store.failed = not self._copy(store, self._store_stream, to_host=True)
         store.done.record(self._store_stream)
         # kept even after a failure, as some of its copies may be in flight
         self._stores.append(store)
@@ -407,22 +424,29 @@ class CudaCopies:
         stream = self._load_stream
         if self._after_steps:
             stream.wait_stream(torch.cuda.current_stream(self._device))
-        moved, states = _reversed(pairs), _reversed(states)
-        load = self._new_copy(ticket, moved, states)
-        self._order(stream, load.items, load.slots)
+        (slots, blocks), (places, snapshots) = _columns(pairs), _columns(states)
+        load = self._new_copy(ticket, blocks, slots, snapshots, places)
+        if self._stores:
+            self._order(stream, load.items, load.slots)
         load.began.record(stream)
-        load.failed = bool(self._lost & load.slots) or not self._copy(
-            moved, states, stream, to_host=False
-        )
+        lost = bool(self._lost) and not self._lost.isdisjoint(load.slots)
+        load.failed = lost or not self._copy(load, stream, to_host=False)
         load.done.record(stream)
         self._loads.append(load)
         return not load.failed
 
-    def _new_copy(self, ticket: int, pairs: Pairs, states: Pairs) -> _Copy:
-        """Return the record of a new copy. pairs, states: (device item, slot) pairs."""
-        items, slots = _ends_of(pairs, states)
-        size = _size(self, pairs, states)
-        return _Copy(ticket, items, slots, size, _timing_event(), _timing_event())
+    def _new_copy(
+        self,
+        ticket: int,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        states: Sequence[int],
+        state_slots: Sequence[int],
+    ) -> _Copy:
+        """Return the record of a new copy; see `_Copy` for the parameters."""
+        size = _size(self, blocks, states)
+        events = _timing_event(), _timing_event()
+        return _Copy(ticket, blocks, slots, states, state_slots, size, *events)
 
     def finished(self) -> list[tuple[int, bool]]:
         done = []
@@ -508,29 +532,33 @@ class CudaCopies:
             if not (store.items.isdisjoint(items) and store.slots.isdisjoint(slots)):
                 stream.wait_event(store.done)
 
-    def _copy(
-        self, pairs: Pairs, states: Pairs, stream: torch.cuda.Stream, *, to_host: bool
-    ) -> bool:
-        """Enqueue copies between device items and slots; return False after an error.
-
-        pairs, states: (device item, slot) pairs of blocks and of snapshots.
-        """
+    def _copy(self, copy: _Copy, stream: torch.cuda.Stream, *, to_host: bool) -> bool:
+        """Enqueue the copies between device items and slots; return False after an error."""
         try:
-            _enqueue(self.blocks, pairs, stream, to_host)
+            _enqueue(self.blocks, copy.blocks, copy.block_slots, stream, to_host)
             if self.states is not None:
-                _enqueue(self.states, states, stream, to_host)
+                _enqueue(self.states, copy.states, copy.state_slots, stream, to_host)
         except Exception:
             logger.warning("KV blocks were not copied", exc_info=True)
             return False
         return True
 
 
-def _enqueue(slots: HostSlots, pairs: Pairs, stream: torch.cuda.Stream, to_host: bool) -> None:
-    if not pairs:
+def _enqueue(
+    slots: HostSlots,
+    chosen: Sequence[int],
+    numbers: Sequence[int],
+    stream: torch.cuda.Stream,
+    to_host: bool,
+) -> None:
+    """Enqueue copies between device items and slots.
+
+    chosen, numbers: the items, and the slot of each.
+    """
+    if not chosen:
         return
-    on_device, at = slots.on_device(pairs), 0
-    blocks = np.array([item for item, _ in pairs], np.int64)
-    places = slots.addresses([slot for _, slot in pairs])
+    on_device, at = slots.on_device(numbers), 0
+    blocks, places = np.array(chosen, np.int64), slots.addresses(numbers)
     for part in slots.parts:
         items = part()
         (rows, _, width), first, pitch = items.shape, items.data_ptr(), items.stride(0)
@@ -561,10 +589,10 @@ def _timing_event() -> torch.cuda.Event:
 Copies = CpuCopies | CudaCopies
 
 
-def _size(copies: Copies, pairs: Pairs, states: Pairs) -> int:
-    """Return the bytes of the blocks in `pairs` and the snapshots in `states`."""
+def _size(copies: Copies, blocks: Sequence[object], states: Sequence[object]) -> int:
+    """Return the bytes of as many blocks and snapshots."""
     of_states = 0 if copies.states is None else len(states) * copies.states.num_bytes
-    return len(pairs) * copies.blocks.num_bytes + of_states
+    return len(blocks) * copies.blocks.num_bytes + of_states
 
 
 def host_copies(

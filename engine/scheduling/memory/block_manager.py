@@ -16,12 +16,15 @@ import heapq
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice, repeat, takewhile
 from typing import Any, Protocol
 
 from engine.config.kv_groups import Full, KVKind, blocks_for, positions
 from engine.scheduling.memory.prefix_hash import extend_hashes
 from engine.scheduling.memory.regions import Regions
 from engine.scheduling.request import Request
+
+_is_block = (0).__le__  # whether a number is that of a block; -1 = none
 
 
 class FreeBlocks(Protocol):
@@ -112,8 +115,8 @@ class BlockManager:
         # the free blocks if each request has one region of its whole length; else None
         self.regions = self._free if isinstance(self._free, Regions) else None
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
-        # Called with each hash whose block leaves the prefix cache, in any group.
-        self.on_forget: Callable[[bytes], None] | None = None
+        # Called with the hashes whose blocks leave the prefix cache, in any group.
+        self.on_forget: Callable[[Sequence[bytes]], None] | None = None
 
     @property
     def num_free(self) -> int:
@@ -135,8 +138,7 @@ class BlockManager:
 
         Their contents are undefined.
         """
-        while len(self._free) < count:
-            self.evict()
+        self._evict(count - len(self._free))
         blocks, refs = self._free.take_blocks(count), self._refs
         for block in blocks:
             refs[block] = 1
@@ -144,9 +146,15 @@ class BlockManager:
 
     def evict(self) -> None:
         """Evict the least recently used block; there must be an evictable one."""
-        block, _ = self._evictable.popitem(last=False)
-        self._forget(block)
-        self._free.append(block)
+        self._evict(1)
+
+    def _evict(self, count: int) -> None:
+        """Evict the `count` least recently used blocks; none if count is below 1."""
+        blocks = list(islice(self._evictable, max(0, count)))
+        for block in blocks:
+            del self._evictable[block]
+        self._forget(blocks)
+        self._free.extend(blocks)
 
     def grow(self, num_blocks: int) -> None:
         """Add free blocks until there are num_blocks. The free blocks must be a `LowestFirst`."""
@@ -173,7 +181,7 @@ class BlockManager:
         for block in range(num_blocks, self.num_blocks):
             if block in self._evictable:
                 del self._evictable[block]
-                self._forget(block)
+                self._forget([block])
                 self._free.append(block)
         if first < self.num_blocks:
             self._free.cut(first)
@@ -271,6 +279,8 @@ class BlockManager:
         elsewhere: for each group, hash -> slot of blocks that are in other memory. They count as
             resident, and slot n is entry num_blocks + n of the table.
         """
+        if self.num_groups == 1 and self.whole and not elsewhere:
+            return [*takewhile(_is_block, map(self._resident[0].get, hashes, repeat(-1)))]
         count = len(hashes)
         tables: list[list[int]] = []  # the positions' blocks of each group
         for group, (kind, resident) in enumerate(zip(self.kinds, self._resident, strict=True)):
@@ -317,15 +327,14 @@ class BlockManager:
         digest = self._hashes[block]
         return None if digest is None else (self._group_of[block], digest)
 
-    def adopt(self, blocks: Sequence[int], names: Sequence[tuple[int, bytes]]) -> None:
-        """Register blocks whose KV was loaded from another memory in the prefix cache.
+    def adopt(self, blocks: Sequence[int], hashes: Sequence[bytes], group: int) -> None:
+        """Register blocks of a group, whose KV was loaded from another memory, in the prefix cache.
 
-        A block is left out if another block is registered under its name.
+        A block is left out if another block is registered under its hash.
 
-        names: the group and hash of each block.
+        hashes: the hash of each block.
         """
-        for block, (group, digest) in zip(blocks, names, strict=True):
-            self._register(digest, block, group)
+        self._register(hashes, blocks, group)
 
     def is_resident(self, digest: bytes) -> bool:
         """Whether every group has the block of this hash."""
@@ -342,10 +351,12 @@ class BlockManager:
 
     def share(self, blocks: Sequence[int]) -> None:
         """Increment the reference counts of cached blocks that a request shares."""
+        refs = self._refs
         for block in blocks:
-            if self._refs[block] == 0:
+            count = refs[block]
+            if not count:
                 del self._evictable[block]
-            self._refs[block] += 1
+            refs[block] = count + 1
 
     def free(self, blocks: Sequence[int]) -> None:
         """Decrement the reference count of each block in a request's table.
@@ -353,14 +364,15 @@ class BlockManager:
         Blocks with a hash stay matchable until they are evicted. The tail is evicted before the
         head, because a head without its tail is still a prefix.
         """
+        refs, hashes, evictable = self._refs, self._hashes, self._evictable
         for block in reversed(blocks):
-            self._refs[block] -= 1
-            assert self._refs[block] >= 0, f"block {block} was freed twice"
-            if self._refs[block] == 0:
-                if self._hashes[block] is None:
+            count = refs[block] = refs[block] - 1
+            if count <= 0:
+                assert not count, f"block {block} was freed twice"
+                if hashes[block] is None:
                     self._free.append(block)
                 else:
-                    self._evictable[block] = None
+                    evictable[block] = None
 
     def forget(self, hashes: Iterable[bytes]) -> None:
         """Remove the blocks with the given hashes from the prefix cache, used or not."""
@@ -369,7 +381,7 @@ class BlockManager:
                 block = resident.get(digest)
                 if block is None:
                     continue
-                self._forget(block)
+                self._forget([block])
                 if block in self._evictable:
                     del self._evictable[block]
                     self._free.append(block)
@@ -392,8 +404,9 @@ class BlockManager:
         self._extend_hashes(request, count)
         for group, kind in enumerate(self.kinds):
             if kind.by_position:
-                for index in range(request.num_registered, count):
-                    self._register(hashes[index], blocks[index * groups + group], group)
+                first = request.num_registered
+                table = blocks[first * groups + group : count * groups : groups]
+                self._register(hashes[first:count], table, group)
         request.num_registered = count
 
     def _extend_hashes(self, request: Request, count: int) -> None:
@@ -403,26 +416,30 @@ class BlockManager:
     def reset(self) -> None:
         """Empty the prefix cache. Used blocks stay in use, but are no longer matched."""
         for resident in self._resident:
-            for block in list(resident.values()):
-                self._forget(block)
+            self._forget([*resident.values()])
         self._free.extend(self._evictable)
         self._evictable.clear()
 
-    def _register(self, digest: bytes, block: int, group: int) -> None:
+    def _register(self, hashes: Sequence[bytes], blocks: Sequence[int], group: int) -> None:
         # Two requests may compute the same block at the same time: the first block keeps the hash.
-        resident = self._resident[group]
-        if digest not in resident and self._hashes[block] is None and block >= 0:
-            resident[digest] = block
-            self._hashes[block] = digest
-            self._group_of[block] = group
+        resident, names, group_of = self._resident[group], self._hashes, self._group_of
+        for digest, block in zip(hashes, blocks, strict=True):
+            if digest not in resident and names[block] is None and block >= 0:
+                resident[digest] = block
+                names[block] = digest
+                group_of[block] = group
 
-    def _forget(self, block: int) -> None:
-        digest = self._hashes[block]
-        if digest is not None:
-            del self._resident[self._group_of[block]][digest]
-            self._hashes[block] = None
-            if self.on_forget is not None:
-                self.on_forget(digest)
+    def _forget(self, blocks: Iterable[int]) -> None:
+        names, resident, group_of = self._hashes, self._resident, self._group_of
+        digests: list[bytes] = []
+        for block in blocks:
+            digest = names[block]
+            if digest is not None:
+                del resident[group_of[block]][digest]
+                names[block] = None
+                digests.append(digest)
+        if digests and self.on_forget is not None:
+            self.on_forget(digests)
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Assert the invariants.

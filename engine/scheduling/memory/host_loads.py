@@ -35,7 +35,9 @@ class Load:
 
     pool: BlockManager
     table: list[int]  # device blocks that the load holds, in the order of a table
-    entries: list[tuple[Name, int, int]]  # (name, slot, block)
+    names: list[Name]  # of the blocks to load
+    slots: list[int]  # in host memory
+    blocks: list[int]  # on the device
     num_tokens: int
     # The next three are set if the load includes a snapshot.
     state: bytes = b""

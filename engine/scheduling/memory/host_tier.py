@@ -23,6 +23,7 @@ The least recently used slot is taken first, and never one that is being read.
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import compress
 from math import inf
 from typing import Any
 
@@ -312,14 +313,13 @@ class HostTier:
         if prefix.missing or prefix.state:
             pool.share([block for _, block in prefix.held])
             blocks = pool.allocate(len(prefix.missing))
-            entries = [
-                (name, slot, block)
-                for (_, name, slot), block in zip(prefix.missing, blocks, strict=True)
-            ]
             places = [index for index, _, _ in prefix.missing]
-            table = [*prefix.held, *zip(places, blocks, strict=True)]
+            names = [name for _, name, _ in prefix.missing]
+            slots = [slot for _, _, slot in prefix.missing]
+            table = sorted([*prefix.held, *zip(places, blocks, strict=True)])
+            held = [block for _, block in table]
             self._tickets += 1
-            load = Load(pool, [block for _, block in sorted(table)], entries, prefix.num_tokens)
+            load = Load(pool, held, names, slots, blocks, prefix.num_tokens)
             self._loads[self._tickets] = load
             states: list[tuple[int, int]] = []
             if prefix.state:
@@ -329,12 +329,12 @@ class HostTier:
                 self._reading_states.add(load.state_slot)
                 self._coming_states[prefix.state] = self._tickets
                 states.append((load.state_slot, snapshot))
-            for name, slot, _ in reversed(entries):
-                self._coming[name] = self._tickets
-                self._reading.add(slot)
+            self._coming.update(dict.fromkeys(names, self._tickets))
+            self._reading.update(slots)
+            for slot in reversed(slots):
                 self._order.move_to_end(slot)
             tickets.add(self._tickets)
-            self.copies.load(self._tickets, [(slot, block) for _, slot, block in entries], states)
+            self.copies.load(self._tickets, list(zip(slots, blocks, strict=True)), states)
         waiting = Waiting(tickets, time.monotonic(), num_blocks=prefix.num_blocks)
         self._waiting[request] = waiting
         return True
@@ -363,17 +363,19 @@ class HostTier:
         return arrived
 
     def _finish(self, ticket: int, load: Load, succeeded: bool) -> None:
-        for name, slot, block in load.entries:
+        for name in load.names:
             del self._coming[name]
-            self._reading.discard(slot)
-            if self._names[slot] is None:  # the block was dropped while it was read
-                if slot not in self._busy(0):
-                    self._free.append(slot)
-            elif not succeeded:
+        self._reading.difference_update(load.slots)
+        dropped = [slot for slot in load.slots if self._names[slot] is None]
+        if dropped:  # while they were read
+            busy = self._busy(0)
+            self._free.extend(slot for slot in dropped if slot not in busy)
+        if not succeeded:
+            for slot in load.slots:
                 self._drop(slot)
-            if succeeded and not load.stale:
-                load.pool.adopt([block], [name])
         usable = succeeded and not load.stale
+        if usable:
+            self._adopt(load)
         if load.snapshots is not None:
             del self._coming_states[load.state]
             self._reading_states.discard(load.state_slot)
@@ -385,13 +387,20 @@ class HostTier:
                 self._drop_state(load.state)
             load.snapshots.adopt(load.snapshot, load.state if usable else b"")
         if usable:
-            self.loaded_bytes += len(load.entries) * self.plan.block_bytes
+            self.loaded_bytes += len(load.names) * self.plan.block_bytes
             self.loaded_bytes += self.plan.state_bytes if load.state else 0
             self.loaded_tokens += load.num_tokens
         elif not succeeded:
             self.failed_loads += 1
         load.pool.free(load.table)
         self.arrived(ticket)
+
+    def _adopt(self, load: Load) -> None:
+        """Let the blocks of a load enter the prefix cache of the device."""
+        for group in range(load.pool.num_groups):
+            own = [name[0] == group for name in load.names]
+            digests = [digest for _, digest in compress(load.names, own)]
+            load.pool.adopt([*compress(load.blocks, own)], digests, group)
 
     def arrived(self, ticket: int) -> None:
         """Remove a ticket from all requests that wait for it."""
@@ -594,9 +603,9 @@ class HostTier:
         assert len(free) == len(self._free), "a slot is free twice"
         assert not free & (named | busy | self.filling) and not self.filling & (named | busy)
         assert len(free | named | busy | self.filling) == self.plan.blocks, "a slot is lost"
-        entries = [entry for load in self._loads.values() for entry in load.entries]
-        assert {name for name, _, _ in entries} == self._coming.keys()
-        assert {slot for _, slot, _ in entries} == self._reading
+        loads = self._loads.values()
+        assert {name for load in loads for name in load.names} == self._coming.keys()
+        assert {slot for load in loads for slot in load.slots} == self._reading
         slots = [*self._free_states, *self.filling_states]
         slots += {*self.states.values()} | busy_states
         assert sorted(slots) == list(range(self.plan.states)), "a slot of a state is lost"

@@ -88,25 +88,24 @@ class RequestMemory:
         if self.tier is not None:
             self.tier.on_drop = self._dropped
 
-    def _forgotten(self, digest: bytes) -> None:
-        """Record that a block was evicted from the device's prefix cache.
+    def _forgotten(self, digests: Sequence[bytes]) -> None:
+        """Record that blocks were evicted from the device's prefix cache.
 
-        Its snapshot is dropped. Its prefix is reported to routers as `gone`, or as `lowered` if
-        host memory or disk still has it (see StepFrame).
+        Their snapshots are dropped. Their prefixes are reported to routers as `gone`, or as
+        `lowered` if host memory or disk still has them (see StepFrame).
         """
         if self.snapshots is not None:
-            self.snapshots.forget(digest)
+            for digest in digests:
+                self.snapshots.forget(digest)
         if self.tier is not None:
-            self.tier.worth.evicted(digest)
-        name = self._routed.get(digest, b"")
-        if not name:
-            return
-        if self.tier is None or not self.tier.has(digest):
-            del self._routed[digest]
-            if len(self._gone) < _MOST_GONE:
-                self._gone += name
-        elif len(self._lowered) < _MOST_GONE:
-            self._lowered += name
+            self.tier.worth.evicted(digests)
+        for digest in filter(self._routed.__contains__, digests):
+            if self.tier is None or not self.tier.has(digest):
+                name = self._routed.pop(digest)
+                if len(self._gone) < _MOST_GONE:
+                    self._gone += name
+            elif len(self._lowered) < _MOST_GONE:
+                self._lowered += self._routed[digest]
 
     def _dropped(self, digest: bytes) -> None:
         """Report the prefix of a block that left host memory as `gone`, if no tier has it."""

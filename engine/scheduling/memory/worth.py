@@ -12,7 +12,7 @@ copies and of the largest steps.
 
 import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from engine.scheduling.memory.host_plan import HostCopies, HostPlan
 from engine.scheduling.request import Request
@@ -72,9 +72,10 @@ class Worth:
             _remember(self._ends, hashes[end - 1])
         return hashes[: request.num_reused]
 
-    def evicted(self, digest: bytes) -> None:
-        """Record that a block has left the prefix cache of the device."""
-        _remember(self._evicted, digest)
+    def evicted(self, digests: Iterable[bytes]) -> None:
+        """Record that blocks have left the prefix cache of the device."""
+        for digest in digests:
+            _remember(self._evicted, digest)
 
     def observe_step(self, tokens: int, seconds: float) -> None:
         """Update the time of a prompt token from a step that computed `tokens` prompt tokens."""

@@ -29,6 +29,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import chain, compress
 from typing import Any
 
 from engine.messages import Answer, KVSource
@@ -369,7 +370,7 @@ class BlockMoves:
         self.sent_bytes += len(slots) * self.plan.block_bytes
         export = self._exports.get(order)
         if export is not None and order.num_sent >= len(export.indices):
-            for digest in self._leases.keys() & export.hashes:
+            for digest in self._leases.keys() & export.hashes if self._leases else ():
                 self._end_lease(digest)
             self._drop_order(order)
 
@@ -439,10 +440,15 @@ class BlockMoves:
     def _load_blocks(self) -> None:
         """Begin to copy received blocks from their slots to device blocks."""
         came, self._came = self._came, []
-        for imported in {id(i): i for i, _ in came}.values():
+        arrivals: dict[Import, list[Arrival]] = {}
+        for imported, arrival in came:
+            arrivals.setdefault(imported, []).append(arrival)
+        for imported, batch in arrivals.items():
             pull, pool = imported.pull, imported.pool
-            indices = [index for i, blocks in came if i is imported for index in blocks.indices]
-            slots = [slot for i, blocks in came if i is imported for slot in blocks.slots]
+            indices, slots, _ = batch[0]
+            if len(batch) > 1:
+                pairs = (zip(arrival.indices, arrival.slots, strict=True) for arrival in batch)
+                indices, slots = map(list, zip(*sorted(chain.from_iterable(pairs)), strict=True))
             if pull.cancelled or pool.num_free < len(slots):
                 # no free blocks, as running requests have precedence
                 pull.cancelled = True
@@ -486,13 +492,15 @@ class BlockMoves:
                     imported.pool.forget({pull.hashes[i // pull.groups] for i in load.indices})
             if not (pull.cancelled or imported.released):
                 self._adopt(imported, load)
-            imported.table += zip(load.indices, load.blocks, strict=True)
+            imported.ended_loads.append(load)
 
     def _adopt(self, imported: Import, load: Load) -> None:
         """Let the blocks of a load enter the prefix cache."""
         groups, hashes = imported.pull.groups, imported.pull.hashes
-        names = [(index % groups, hashes[index // groups]) for index in load.indices]
-        imported.pool.adopt(load.blocks, names)
+        digests = [hashes[index // groups] for index in load.indices]
+        for group in range(groups):
+            own = [index % groups == group for index in load.indices]
+            imported.pool.adopt([*compress(load.blocks, own)], [*compress(digests, own)], group)
 
     def _release(self, number: int, imported: Import) -> None:
         """Let a request start before its last loads have ended. Idempotent.
@@ -517,10 +525,11 @@ class BlockMoves:
         start."""
         del self._imports[number]
         pull = imported.pull
-        imported.pool.free([block for _, block in sorted(imported.table)])
-        if imported.table and not pull.cancelled:
-            self.pulled_bytes += len(imported.table) * self.plan.block_bytes
-            positions = {index // pull.groups for index, _ in imported.table}
+        imported.free()
+        if imported.ended_loads and not pull.cancelled:
+            indices = [*chain.from_iterable(load.indices for load in imported.ended_loads)]
+            self.pulled_bytes += len(indices) * self.plan.block_bytes
+            positions = {index // pull.groups for index in indices}
             self.pulled_tokens += len(positions) * imported.pool.block_size
             self.pull_seconds += (imported.loaded or time.monotonic()) - pull.began
             self.shared_pulls += pull.borrowed is not None
@@ -559,8 +568,8 @@ class BlockMoves:
         self.clear()
         self.settle()
         for imported in self._imports.values():
-            imported.pool.free([block for _, block in sorted(imported.table)])
-            imported.table.clear()
+            imported.free()
+            imported.ended_loads.clear()
 
     def settle(self) -> None:
         """Wait for the copies in flight, and process their completion."""
@@ -575,8 +584,8 @@ class BlockMoves:
         tables += [lease.blocks for lease in self._leases.values() if lease.pool is pool]
         for imported in self._imports.values():
             if imported.pool is pool:
-                tables.append([block for _, block in imported.table])
-                tables += [load.blocks for load in imported.loads.values()]
+                loads = [*imported.ended_loads, *imported.loads.values()]
+                tables += [load.blocks for load in loads]
         return tables
 
     def waiting(self) -> Collection[int]:

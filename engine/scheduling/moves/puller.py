@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from engine.messages import KVSource
 from engine.scheduling.memory.prefix_hash import DIGEST_SIZE
 from engine.scheduling.moves.shared import Borrowed, PeerSlots, Sharing
@@ -348,20 +350,18 @@ class Puller:
         while at < wanted:
             while not peer.readable(IDLE_SECONDS):
                 # A source without free slots sends nothing until this engine has read some.
-                if not borrowed.fills:
+                if not borrowed.num_lent:
                     raise PeerError("the source says nothing")
             if pull.cancelled:
                 raise PeerError("cancelled")
             lent, fills = peer.receive_announced(wanted - at)
-            if not lent:
+            if not len(lent):
                 raise PeerError("the source gave up its blocks")
             if not slots.lends(lent):
-                raise PeerError(f"blocks in slots {lent}")
+                raise PeerError(f"blocks in slots {lent.tolist()}")
             indices = offer.indices[at : at + len(lent)]
             at += len(lent)
-            lent = [slots.first + slot for slot in lent]
-            borrowed.fills.update(zip(lent, fills, strict=True))
-            self._arrived(pull, Arrival(indices, lent, at == wanted))
+            self._arrived(pull, Arrival(indices, borrowed.lend(lent, fills), at == wanted))
 
     def _join(self, pull: Pull, offer: Offer, stripe: int, stripes: int, errors: list[str]) -> None:
         try:
@@ -437,4 +437,5 @@ def split(hashes: bytes) -> list[bytes]:
     """Return the hashes that an Ask has joined. Raises PeerError."""
     if len(hashes) % DIGEST_SIZE:
         raise PeerError("hashes of another length")
-    return [hashes[at : at + DIGEST_SIZE] for at in range(0, len(hashes), DIGEST_SIZE)]
+    digests: list[bytes] = np.frombuffer(hashes, f"V{DIGEST_SIZE}").tolist()
+    return digests

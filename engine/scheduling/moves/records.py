@@ -77,7 +77,7 @@ class Export:
 class Load:
     """A copy of blocks that have arrived, from slots to blocks of the device.
 
-    indices: the blocks' places in the pull's table.
+    indices: the blocks' places in the pull's table, ascending.
     """
 
     indices: list[int]
@@ -108,12 +108,17 @@ class Import:
 
     pull: Pull
     pool: BlockManager
-    table: list[tuple[int, int]] = field(default_factory=list)  # (index, adopted block)
+    ended_loads: list[Load] = field(default_factory=list)  # their blocks are held
     loads: dict[int, Load] = field(default_factory=dict)  # by ticket
     ended: bool = False  # no other block comes
     released: bool = False
     loaded: float = 0.0
     error: str = ""
+
+    def free(self) -> None:
+        """Free the blocks of ended loads, those of the prefix's end first."""
+        for load in sorted(self.ended_loads, key=lambda load: load.indices[0], reverse=True):
+            self.pool.free(load.blocks)
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.scheduling.moves.wire import Peer, Place, pack_numbers
+from engine.scheduling.moves.wire import Numbers, Peer, Place, pack_numbers
 
 _NAME = "manta-kv"
 _LINK = f"/memfd:{_NAME} (deleted)"  # target of the memfd's symbolic link in /proc
@@ -56,9 +56,9 @@ class SharedSlots:
     def key(self) -> bytes:
         return bytes(self._key)
 
-    def fills_of(self, slots: Sequence[int]) -> list[int]:
+    def fills_of(self, slots: Numbers) -> Numbers:
         """Return the slots' fill numbers, which change with each `begin_fill`."""
-        return self._fills[np.array(slots, np.int64)].tolist()
+        return self._fills[slots].astype(np.int64)
 
     def begin_fill(self, slots: Sequence[int]) -> list[int]:
         """Change the slots' fill numbers, before new bytes are written into them; return the new
@@ -131,11 +131,11 @@ class PeerSlots(SharedSlots):
         finally:
             os.close(file)
 
-    def lends(self, slots: Sequence[int]) -> bool:
+    def lends(self, slots: Numbers) -> bool:
         """Whether the other engine has slots of these numbers, at least one, in the memory that is
         read."""
         first, count = (self.count, self.device_count) if self.on_device else (0, self.count)
-        return first <= min(slots) and max(slots) < first + count
+        return bool(first <= slots.min() and slots.max() < first + count)
 
     @property
     def alive(self) -> bool:
@@ -170,22 +170,36 @@ class Borrowed:
     """The source's slots that a pull reads; each is returned to the source after its copy.
 
     keep: called once with the connection, when all slots of a pull that succeeded are given back.
-    fills: slot that is not given back -> its fill number when it was announced.
+    num_lent: number of slots that are not given back.
     """
 
     peer: Peer
     slots: PeerSlots
     keep: Callable[[Peer, PeerSlots], None]
-    fills: dict[int, int] = field(default_factory=dict)
+    num_lent: int = 0
+    _fills: Numbers = field(init=False)  # by slot of the source: its fill number as announced
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _announced: bool = False  # whether no slot will be added
     _closes: bool = False  # whether the connection is of no further use
 
+    def __post_init__(self) -> None:
+        self._fills = np.full(self.slots.count + self.slots.device_count, -1, np.int64)
+
+    def lend(self, slots: Numbers, fills: Numbers) -> list[int]:
+        """Note announced slots and their fill numbers; return the slots' numbers in this engine.
+
+        slots: numbers of the source.
+        """
+        with self._lock:
+            self._fills[slots] = fills
+            self.num_lent += len(slots)
+        numbers: list[int] = (slots + self.slots.first).tolist()
+        return numbers
+
     def intact(self, slots: Sequence[int]) -> bool:
         """Whether the source has refilled none of the slots since it announced it to this pull."""
-        first, fills = self.slots.first, self.fills
-        numbers = self.slots.fills_of([slot - first for slot in slots])
-        return numbers == [fills.get(slot) for slot in slots]
+        numbers = np.array(slots, np.int64) - self.slots.first
+        return np.array_equal(self.slots.fills_of(numbers), self._fills[numbers])
 
     def give_back(self, slots: Sequence[int]) -> None:
         """Tell the source that the slots were read, without waiting, as the step loop calls this.
@@ -193,11 +207,9 @@ class Borrowed:
         If the socket has no room for the slots' numbers, the source does not read them: the
         connection is then shut down.
         """
-        first = self.slots.first
-        numbers = pack_numbers([slot - first for slot in slots])
+        numbers = pack_numbers(np.array(slots, np.int64) - self.slots.first)
         with self._lock:
-            for slot in slots:
-                self.fills.pop(slot, None)
+            self.num_lent -= len(slots)
             if not self._closes:
                 try:
                     self._closes = os.write(self.peer.sock.fileno(), numbers) < len(numbers)
@@ -217,7 +229,7 @@ class Borrowed:
     def _settle(self) -> None:
         """Keep or close the connection, once no thread and no copy uses it."""
         # under the lock, as `give_back` must not write into a file that reuses a closed descriptor
-        if not self._announced or self.fills:
+        if not self._announced or self.num_lent:
             return
         if self._closes:
             self.peer.close()

@@ -39,6 +39,10 @@ import time
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.int64]
 
 MAGIC = b"manta-kv-3"
 IDLE_SECONDS = 2.0  # maximum seconds without a byte from the peer
@@ -228,13 +232,13 @@ class Peer:
         """
         self.send(pack_numbers([len(slots), *slots, *fills]))
 
-    def receive_announced(self, most: int) -> tuple[list[int], list[int]]:
+    def receive_announced(self, most: int) -> tuple[Numbers, Numbers]:
         """Return the slots and fill numbers of one `announce`, at most `most` of each. Raises
         PeerError."""
         count = self.receive_number()
         if count > most:
             raise PeerError(f"{count} blocks instead of {most}")
-        numbers = unpack_numbers(self.receive(2 * count * NUMBER.size))
+        numbers = np.frombuffer(self.receive(2 * count * NUMBER.size), "<u4").astype(np.int64)
         return numbers[:count], numbers[count:]
 
     def send_message(self, message: Message) -> None:
@@ -286,14 +290,14 @@ def frame_of(message: Message) -> bytes:
     return NUMBER.pack(len(payload)) + payload
 
 
-def pack_numbers(numbers: Sequence[int]) -> bytes:
+def pack_numbers(numbers: Sequence[int] | Numbers) -> bytes:
     """Return the bytes of numbers below 2**32."""
-    return struct.pack(f"<{len(numbers)}I", *numbers)
+    return np.asarray(numbers, "<u4").tobytes()
 
 
 def unpack_numbers(data: bytes) -> list[int]:
     """Return the numbers whose bytes `pack_numbers` has returned."""
-    return list(struct.unpack(f"<{len(data) // NUMBER.size}I", data))
+    return np.frombuffer(data, "<u4").tolist()
 
 
 def _error_of(doing: str, error: OSError) -> PeerError:

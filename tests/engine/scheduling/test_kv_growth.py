@@ -125,12 +125,12 @@ def test_a_pool_loses_its_tail(cached: bool) -> None:
     """Bug: an evicted prefix is still found; the first blocks go; ids are lost or come twice."""
     pool = BlockManager(8, 4, LowestFirst)
     gone: list[bytes] = []
-    pool.on_forget = gone.append
+    pool.on_forget = gone.extend
     blocks = pool.allocate(8)
     assert blocks == list(range(8))
     if cached:
         for block in blocks:
-            pool._register(bytes([block]), block, 0)
+            pool._register([bytes([block])], [block], 0)
     pool.free([0, 2, 4, 6, 7])
     assert pool.withdraw(1) == 6 and gone == ([b"\2", b"\4", b"\6", b"\7"] if cached else [])
     pool.check_integrity([[1, 3, 5]])
