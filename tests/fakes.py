@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -212,7 +212,7 @@ class _Step:
     images: list[Image]
     dropped_images: list[bytes]
     ahead_images: list[Image]
-    loads: Callable[[], None] = lambda: None  # ends loads that the step waits for
+    loads: list[Callable[[], None]] = field(default_factory=list)  # each ends loads it waits for
     masks: Any = None  # as of engine.scheduling.core.PendingResult.sample
     concluded: bool = False
     done: bool = False
@@ -234,7 +234,8 @@ class _Step:
         assert not self.masked or self.masks is not None, "waited for what was not sampled"
         assert not self.done and self.runner.in_flight[0] is self, "waited out of order"
         self.done = True
-        self.loads()
+        for end in self.loads:
+            end()
         self.runner.in_flight.pop(0)
         return self.runner.execute(self)
 
@@ -281,7 +282,9 @@ class FakeRunner:
         self.max_in_flight = 0
         self.num_steps = 0
         self.num_tokens = 0
-        self.moved: FakeCopies | None = None  # whose loads steps wait for
+        # whose loads steps wait for
+        self.moved: FakeCopies | None = None
+        self.host: FakeCopies | None = None
         self.batches: list[Batch] = []  # the last few, newest last
 
     def in_one(self, batch: Batch) -> Batch:
@@ -321,7 +324,9 @@ class FakeRunner:
             list(batch.ahead_images),
         )
         if self.moved is not None:
-            step.loads = self.moved.before(batch)
+            step.loads.append(self.moved.before(batch))
+        if self.host is not None:
+            step.loads.append(self.host.before(batch))
         self.in_flight.append(step)
         self.max_in_flight = max(self.max_in_flight, len(self.in_flight))
         self.num_steps += 1
@@ -648,6 +653,7 @@ class FakeCopies:
         assert reading.isdisjoint(slot for _, slot in states), "a state is overwritten while read"
         for snapshot, slot in states:
             self._states[slot] = self._runner.states[snapshot]
+        self._end(self._loads_of({block for block, _ in pairs}))  # it waits for them
         for block, slot in pairs:
             self._host[slot] = self._kv[block].copy()
             self._owners[slot] = self.owners.get(block)
@@ -676,6 +682,11 @@ class FakeCopies:
                 self._runner.states[snapshot] = (-7, -7) if failed else self._states[slot]
         return done
 
+    def ending(self) -> dict[int, float]:
+        """Return 0 seconds for each load that ends at the next poll but one, or before."""
+        soon = {ticket for ticket, (looks, *_) in self._loads.items() if looks <= 1}
+        return {ticket: 0.0 for ticket in soon if ticket not in self._failing}
+
     def _copy(self, pairs: Pairs) -> None:
         for slot, block in pairs:
             self._kv[block] = self._host[slot]
@@ -688,13 +699,15 @@ class FakeCopies:
 
     def before(self, batch: Batch) -> Callable[[], None]:
         """Return what a step of this batch does before it runs: end the loads that it needs."""
-        blocks = {block for _, _, block in batch.new_blocks}
-        needed = [
+        needed = self._loads_of({block for _, _, block in batch.new_blocks})
+        return lambda: self._end(needed)
+
+    def _loads_of(self, blocks: Container[int]) -> list[int]:
+        return [
             ticket
             for ticket, (_, pairs, *_) in self._loads.items()
             if any(block in blocks for _, block in pairs)
         ]
-        return lambda: self._end(needed)
 
     def _end(self, needed: Sequence[int]) -> None:
         for ticket in needed:
@@ -977,6 +990,7 @@ def make_core(
     if host is not None:
         copies = FakeCopies(runner, delay, failing)
         files = FakeFiles(copies, delay, failing) if disk else None
+        runner.host = copies
         tier = HostTier(host, copies, len(config.kinds), files)
     moving = None
     if moves is not None:

@@ -73,7 +73,7 @@ class Copies:
         self.load_rate = rate
         self.store_seconds = self.load_seconds = 0.0
         self._stores: deque[tuple[float, set[int], set[int]]] = deque()  # end, blocks, slots
-        self._loads: deque[tuple[float, int]] = deque()  # end, ticket
+        self._loads: deque[tuple[float, int, set[int]]] = deque()  # end, ticket, blocks
 
     def _take_stored(self) -> None:
         while self._stores and self._stores[0][0] <= self._device.now:
@@ -100,7 +100,7 @@ class Copies:
                 began = max(began, end)
         seconds = len(pairs) * self._block_bytes / self.load_rate
         self.load_seconds += seconds
-        self._loads.append((began + seconds, ticket))
+        self._loads.append((began + seconds, ticket, blocks))
         return True
 
     def finished(self) -> list[tuple[int, bool]]:
@@ -110,10 +110,15 @@ class Copies:
         return done
 
     def before(self, batch: Batch) -> float:
-        """Return the time at which all stores of blocks that a step overwrites are finished."""
+        """Return the time at which all stores of blocks that a step overwrites, and all loads of
+        blocks that it reads, are finished."""
         blocks = {block for _, _, block in batch.new_blocks}
-        ends = (end for end, sources, _ in self._stores if not sources.isdisjoint(blocks))
-        return max(ends, default=0.0)
+        copies = [(end, targets) for end, targets, _ in self._stores]
+        copies += [(end, targets) for end, _, targets in self._loads]
+        return max((end for end, copied in copies if not copied.isdisjoint(blocks)), default=0.0)
+
+    def ending(self) -> dict[int, float]:
+        return {ticket: end - self._device.now for end, ticket, _ in self._loads}
 
     def stored(self, slots: Collection[int], states: Collection[int] = ()) -> bool:
         self._take_stored()
@@ -125,7 +130,8 @@ class Copies:
 
 
 class TierDevice(Device):
-    """A simulated device whose steps wait for stores of blocks that they overwrite."""
+    """A simulated device whose steps wait for stores of blocks that they overwrite, and for loads
+    of blocks that they read."""
 
     copies: Copies | None = None
 

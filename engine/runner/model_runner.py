@@ -91,7 +91,7 @@ class ModelRunner:
             pages.tables = [self.rows.block_table, self.forward.inputs.block_table]
             if self.drafting is not None:
                 pages.tables += self.drafting.tables
-        pages.copying = lambda: self.host is not None and self.host.storing
+        pages.copying = lambda: any(c is not None and c.storing for c in (self.host, self.moved))
 
     def _on_stage(self, layers: LayersLauncher) -> StepLauncher:
         if self.link is None:

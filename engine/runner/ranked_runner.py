@@ -70,6 +70,9 @@ class RankedCopies:
         self._ended.clear()
         return done
 
+    def ending(self) -> dict[int, float]:
+        return {}  # whether all ranks could begin a load is known only at its end
+
     def settle(self) -> None:
         """Receive the ranks' replies to earlier loads, before a call with a different reply."""
         while self._owed:

@@ -57,6 +57,9 @@ from engine.scheduling.request import Request, RequestPhase
 from engine.scheduling.request_start import find_start
 from engine.scheduling.step import LaunchedStep, StepBuilder
 
+# seconds that a launch takes, for which a step of a loaded request may wait if no other runs
+_LAUNCH_SECONDS = 0.001
+
 
 class Scheduler(RequestPhases):
     """The scheduler, which builds each step's batch and applies its result; see the module."""
@@ -81,6 +84,7 @@ class Scheduler(RequestPhases):
         self.batch_pace = BatchPace()
         self._fits = ADMISSION[config.admission]
         self._joins = BATCHING[config.batching]
+        self._result_at = 0.0  # time.perf_counter() at the last result
         self._lag = int(config.async_scheduling or config.micro_batches > 1)
 
     @property
@@ -108,6 +112,8 @@ class Scheduler(RequestPhases):
         drafts = self.drafts
         if drafts is not None and self.in_flight and drafts.waits:
             return None
+        if self.tier is not None:
+            self._take_ending(self.tier)
         builder = StepBuilder(Batch(self.step + 1))
         if len(self.decode_groups) > 1:
             newest = islice(reversed(self.in_flight), len(self.decode_groups) - 1)
@@ -349,6 +355,7 @@ class Scheduler(RequestPhases):
             if not memories:
                 memories = self._memories()
             if self.tier is not None and self._fetch(self.tier, request, memories):
+                self._take_ending(self.tier)
                 memories = []
                 continue
             if not self._start(request, memories, builder):
@@ -405,6 +412,26 @@ class Scheduler(RequestPhases):
         request.fetched = True
         self.queue.wait_for_blocks(request)
         return True
+
+    def _take_ending(self, tier: HostTier) -> None:
+        """Queue the requests whose loads from the host should end before the next step can begin.
+
+        Not with moves, which may send a block before a step has waited for its load.
+        """
+        if tier.num_loads and self.moves is None and self.queue.only is None:
+            for request in tier.take_ending(max(0.0, self._seconds_left())):
+                self.queue.blocks_ready(request)
+
+    def _seconds_left(self) -> float:
+        """Return the least expected seconds until the device can begin the next step."""
+        if not self.in_flight:
+            return 0.0 if self.running else _LAUNCH_SECONDS
+        if len(self.in_flight) > 1 or len(self.decode_groups) > 1:
+            return 0.0
+        (launched,) = self.in_flight
+        began = max(launched.began, self._result_at)
+        seconds = self.pace.least_seconds(launched.decodes, launched.prompt_tokens)
+        return began + seconds - time.perf_counter()
 
     def shares(self, request: Request) -> bool:
         """Whether the request may start with blocks that other requests have computed."""
@@ -583,6 +610,7 @@ class Scheduler(RequestPhases):
     def update(self, result: StepResult) -> list[Delta]:
         """Apply the result of the oldest step in flight to its requests; return their deltas."""
         launched = self.in_flight.popleft()
+        self._result_at = time.perf_counter()
         outcome = launched.accept(result, self._end_tokens)
         self.done_step = launched.step
         self.counters.prompt_tokens += launched.prompt_tokens

@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -299,6 +300,9 @@ class CpuCopies:
         done, self._done = self._done, []
         return done
 
+    def ending(self) -> dict[int, float]:
+        return {ticket: 0.0 for ticket, succeeded in self._done if succeeded}
+
     def before(self, batch: Batch) -> None:
         """Do nothing, as all copies are done."""
 
@@ -321,7 +325,7 @@ def _reversed(pairs: Pairs) -> Pairs:
 
 @dataclass
 class _Copy:
-    """A copy in flight.
+    """A copy in flight, or a piece of one.
 
     ticket: ticket of the load; 0 = a store.
     blocks, block_slots: the blocks, and the slot of each.
@@ -338,6 +342,7 @@ class _Copy:
     began: torch.cuda.Event
     done: torch.cuda.Event
     failed: bool = False
+    last: bool = True  # whether it is the last piece of its load
 
     # computed only if another copy or a step has to be compared with this one
 
@@ -399,43 +404,74 @@ class CudaCopies:
     def store(self, pairs: Pairs, states: Pairs = ()) -> bool:
         self._take_stored()
         (blocks, slots), (snapshots, places) = _columns(pairs), _columns(states)
-        size = max(1, len(pairs)) if self.blocks.on_device(slots) else _PIECE
-        succeeded = True
-        for at in range(0, len(pairs), size):
-            piece = blocks[at : at + size], slots[at : at + size], (), ()
-            succeeded = succeeded and self._store(self._new_copy(0, *piece))
-        if states and succeeded:
-            succeeded = self._store(self._new_copy(0, (), (), snapshots, places))
+        if self._loads:
+            items = _ends(blocks, snapshots)
+            for load in self._loads:
+                if not load.items.isdisjoint(items):
+                    self._store_stream.wait_event(load.done)
+        pieces = self._pieces(0, blocks, slots, snapshots, places)
+        succeeded = self._begin(pieces, self._store_stream, self._stores, to_host=True)
         if not succeeded:
             self._lost |= _ends(slots, places)
         elif self._lost:
             self._lost -= _ends(slots, places)
         return succeeded
 
-    def _store(self, store: _Copy) -> bool:
-        store.began.record(self._store_stream)
-        store.failed = not self._copy(store, self._store_stream, to_host=True)
-        store.done.record(self._store_stream)
-        # kept even after a failure, as some of its copies may be in flight
-        self._stores.append(store)
-        return not store.failed
+    def _begin(
+        self, pieces: list[_Copy], stream: torch.cuda.Stream, queue: deque[_Copy], *, to_host: bool
+    ) -> bool:
+        """Enqueue the pieces of a copy until one fails; return whether all were enqueued."""
+        for piece in pieces:
+            piece.began.record(stream)
+            piece.failed = not self._copy(piece, stream, to_host=to_host)
+            piece.done.record(stream)
+            # kept even after a failure, as some of its copies may be in flight
+            queue.append(piece)
+            if piece.failed:
+                piece.last = True
+                return False
+        return True
 
     def load(self, ticket: int, pairs: Pairs, states: Pairs = ()) -> bool:
         stream = self._load_stream
         if self._after_steps:
             stream.wait_stream(torch.cuda.current_stream(self._device))
         (slots, blocks), (places, snapshots) = _columns(pairs), _columns(states)
-        load = self._new_copy(ticket, blocks, slots, snapshots, places)
         if self._stores:
-            self._order(stream, load.items, load.slots)
-        load.began.record(stream)
-        lost = bool(self._lost) and not self._lost.isdisjoint(load.slots)
-        load.failed = lost or not self._copy(load, stream, to_host=False)
-        load.done.record(stream)
-        self._loads.append(load)
-        return not load.failed
+            self._order(stream, _ends(blocks, snapshots), _ends(slots, places))
+        if self._lost and not self._lost.isdisjoint(_ends(slots, places)):
+            lost = self._piece(ticket, (), (), (), ())
+            lost.began.record(stream)
+            lost.done.record(stream)
+            lost.failed = True
+            self._loads.append(lost)
+            return False
+        pieces = self._pieces(ticket, blocks, slots, snapshots, places)
+        return self._begin(pieces, stream, self._loads, to_host=False)
 
-    def _new_copy(
+    def _pieces(
+        self,
+        ticket: int,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        states: Sequence[int],
+        state_slots: Sequence[int],
+    ) -> list[_Copy]:
+        """Return the pieces of a new copy, whose progress is seen by their events.
+
+        The parameters are those of `_Copy`.
+        """
+        size = max(1, len(blocks)) if self.blocks.on_device(slots) else _PIECE
+        starts = range(0, len(blocks), size)
+        parts = [(blocks[at : at + size], slots[at : at + size], (), ()) for at in starts]
+        pieces = [self._piece(ticket, *part) for part in parts]
+        if states:
+            pieces.append(self._piece(ticket, (), (), states, state_slots))
+        for piece in pieces[:-1]:
+            piece.last = False
+        return pieces
+
+    def _piece(
         self,
         ticket: int,
         blocks: Sequence[int],
@@ -443,7 +479,6 @@ class CudaCopies:
         states: Sequence[int],
         state_slots: Sequence[int],
     ) -> _Copy:
-        """Return the record of a new copy; see `_Copy` for the parameters."""
         size = _size(self, blocks, states)
         events = _timing_event(), _timing_event()
         return _Copy(ticket, blocks, slots, states, state_slots, size, *events)
@@ -456,8 +491,22 @@ class CudaCopies:
             self.load_seconds += seconds
             if load.size >= _WORTH_TIMING and not load.failed and seconds:
                 self.load_rate = load.size / seconds
-            done.append((load.ticket, not load.failed))
+            if load.last:
+                done.append((load.ticket, not load.failed))
         return done
+
+    def ending(self) -> dict[int, float]:
+        left: dict[int, float] = {}
+        size = 0
+        for load in self._loads:
+            # an event before it may be one that waits for steps or stores
+            if not (load.ticket in left or load.began.query()):
+                break
+            size += 0 if load.done.query() else load.size
+            left[load.ticket] = size / self.load_rate if self.load_rate else inf
+            if load.failed:
+                del left[load.ticket]
+        return left
 
     def before(self, batch: Batch) -> None:
         """Make the next step wait on its stream for stores of the blocks and states that it writes.

@@ -138,17 +138,13 @@ class BlockManager:
 
         Their contents are undefined.
         """
-        self._evict(count - len(self._free))
+        self.evict(count - len(self._free))
         blocks, refs = self._free.take_blocks(count), self._refs
         for block in blocks:
             refs[block] = 1
         return blocks
 
-    def evict(self) -> None:
-        """Evict the least recently used block; there must be an evictable one."""
-        self._evict(1)
-
-    def _evict(self, count: int) -> None:
+    def evict(self, count: int) -> None:
         """Evict the `count` least recently used blocks; none if count is below 1."""
         blocks = list(islice(self._evictable, max(0, count)))
         for block in blocks:

@@ -45,6 +45,7 @@ class Load:
     snapshot: int = -1  # the device slot reserved for the state
     snapshots: Snapshots | None = None
     stale: bool = False  # whether the loaded KV must not be used
+    adopted: bool = False  # whether the blocks are in the prefix cache already
 
 
 @dataclass(slots=True)

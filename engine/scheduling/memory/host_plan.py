@@ -53,8 +53,8 @@ class HostCopies(Protocol):
     def store(self, pairs: Pairs, states: Pairs = ()) -> bool:
         """Begin to copy device blocks to host slots; return False if that failed.
 
-        All steps that write the blocks must be done. Later steps and loads that write them wait for
-        the copies.
+        All steps that write the blocks must be done. The copies wait for loads in flight that write
+        them, and later steps and loads that write them wait for the copies.
 
         pairs: (block, slot) pairs.
         states: (device slot of a snapshot, host slot) pairs.
@@ -65,7 +65,7 @@ class HostCopies(Protocol):
         """Begin to copy host slots to device blocks, after all stores to these slots.
 
         Returns False if that failed, which `finished` then reports too. No step in flight may write
-        the blocks, and no step may read them before the copies are done.
+        the blocks, and no step may read them before the copies are done or `ending` names them.
 
         pairs: (slot, block) pairs.
         states: (host slot, device slot of a snapshot) pairs; steps in flight may still read the
@@ -75,6 +75,14 @@ class HostCopies(Protocol):
 
     def finished(self) -> list[tuple[int, bool]]:
         """Return (ticket, whether it succeeded) of each load that ended since the last call."""
+        ...
+
+    def ending(self) -> dict[int, float]:
+        """Return the expected seconds until the end of each load that has begun and cannot fail.
+
+        The keys are tickets. A step that reads blocks of such a load waits on the device until it
+        ends. The result may leave out loads whose end is not known.
+        """
         ...
 
     def stored(self, slots: Collection[int], states: Collection[int] = ()) -> bool:

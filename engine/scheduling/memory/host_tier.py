@@ -9,7 +9,8 @@ request begins with the block's tokens:
 
 A load only fills the prefix cache of the device. Its request is then queued again, and starts as
 after any other hit. So a load that fails is a miss, and a second request with the same tokens waits
-for the same load.
+for the same load. A load that should end before the running step does fills the cache at once
+(`take_ending`): the next step then waits for the copy on the device.
 
 Which blocks are worth their copies is decided in worth.py.
 
@@ -34,6 +35,10 @@ from engine.scheduling.memory.host_plan import HostCopies, HostPlan, Name
 from engine.scheduling.memory.snapshots import Snapshots
 from engine.scheduling.memory.worth import Worth
 from engine.scheduling.request import Request
+
+# factor on the expected time of a copy whose request starts before its end, as copies in the other
+# direction slow it down
+_SLOWER = 1.25
 
 
 class HostTier:
@@ -348,6 +353,25 @@ class HostTier:
             load = self._loads.pop(ticket, None)
             if load is not None:
                 self._finish(ticket, load, succeeded)
+        return self._take_ready()
+
+    def take_ending(self, seconds: float) -> list[Request]:
+        """Move the blocks of loads that are expected to end within `seconds` into the prefix cache.
+
+        Returns the requests that wait no longer. Their steps wait for the copies on the device.
+        """
+        for ticket, left in self.copies.ending().items():
+            load = self._loads.get(ticket)
+            if load is None or load.state or load.stale or load.adopted:
+                continue
+            if _SLOWER * left <= seconds:
+                load.adopted = True
+                self._adopt(load)
+                self.arrived(ticket)
+        return self._take_ready()
+
+    def _take_ready(self) -> list[Request]:
+        """Return the requests that wait no longer, each once."""
         now = time.monotonic()
         arrived = [
             request
@@ -373,8 +397,9 @@ class HostTier:
         if not succeeded:
             for slot in load.slots:
                 self._drop(slot)
+        assert succeeded or not load.adopted
         usable = succeeded and not load.stale
-        if usable:
+        if usable and not load.adopted:
             self._adopt(load)
         if load.snapshots is not None:
             del self._coming_states[load.state]

@@ -75,7 +75,8 @@ class BlockMoves:
         copies: copies between blocks and slots; it has twice as many host slots as the plan.
         memory: the bytes of these slots.
         sharing: shares the same slots with other engines on this machine.
-        early: whether a step waits on the device for loads of the blocks that it reads.
+        early: whether a step waits on the device for loads of the blocks that it reads, and for
+            stores of those that it writes.
         """
         self.plan = plan
         self._early = early
@@ -389,7 +390,8 @@ class BlockMoves:
                     self._free_slots(batch.slots)
             stripe.put(None)
         order.ended.set()
-        export.copied()  # no copy reads the blocks any more
+        if not self._early:
+            export.copied()  # else later steps and loads that write the blocks wait for the copies
         export.pool.free(export.blocks)
 
     # ---- the puller ----------------------------------------------------------------------------

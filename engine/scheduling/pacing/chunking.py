@@ -20,6 +20,7 @@ _SECONDS_BESIDE = 0.3  # maximum seconds of a step with prompt tokens while requ
 # maximum seconds of a step while none decodes, as requests may arrive meanwhile
 _SECONDS_ALONE = 1.0
 _LEAST_TIMED = 8  # minimum number of prompt tokens of a step, however long they take
+_RISE = 1.05  # factor by which the minimum time of a prompt token may rise with a step
 
 
 def prefill_tokens(waiting: int, budget: int) -> int:
@@ -69,6 +70,7 @@ class PromptPace:
 
     def __init__(self) -> None:
         self._seconds = 0.0  # seconds of a prompt token; 0: unknown
+        self._least = 0.0  # recent minimum of the seconds of a prompt token; 0: unknown
         self._decodes = (0.0, 0.0)  # seconds of the last two steps without prompt tokens
 
     def observe(self, decodes: int, context: int, tokens: int, seconds: float) -> None:
@@ -82,6 +84,12 @@ class PromptPace:
             self._decodes = (self._decodes[1], seconds)
         elif tokens >= _LEAST_TIMED:
             self._seconds = max(seconds - min(self._decodes), seconds / 4) / tokens
+            self._least = min(_RISE * self._least or self._seconds, self._seconds)
+
+    def least_seconds(self, decodes: int, tokens: int) -> float:
+        """Return the least time that a step is expected to take; see `observe` for the
+        parameters."""
+        return (min(self._decodes) if decodes else 0.0) + tokens * self._least
 
     def rows(self, most: int) -> int:
         """Return the maximum number of running requests.

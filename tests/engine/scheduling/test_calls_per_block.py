@@ -44,6 +44,9 @@ class DoneCopies:
         done, self._done = self._done, []
         return done
 
+    def ending(self) -> dict[int, float]:
+        return {}
+
     def stored(self, slots: Any, states: Any = ()) -> bool:
         return True
 

@@ -116,6 +116,74 @@ def test_others_go_on_during_a_load() -> None:
     assert driver.core.stats().host_kv_wait_seconds > 0
 
 
+def begin_slow_load(driver: Driver) -> int:
+    """Begin a request that decodes, and then one whose load takes 12 polls; return the latter."""
+    say(driver, PROMPT)
+    for number in range(3):
+        flood(driver, number)
+    driver.add_request([9, 8, 7], max_tokens=40, ignore_eos=True)
+    for _ in range(3):
+        driver.step()
+    waiting = driver.add_request([*PROMPT, 3], max_tokens=2, ignore_eos=True)
+    driver.step()
+    assert driver.scheduler.loading and driver.scheduler.requests[waiting].row < 0
+    return waiting
+
+
+@pytest.mark.parametrize("async_scheduling, steps", [(True, 1), (False, 0)])
+def test_starts_one_step_after_its_copy(
+    async_scheduling: bool, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bugs: a loaded request starts two steps after its copy, as it is queued only when the copy
+    has ended; a request whose copy ends after the running step holds up the batch."""
+    driver = make_driver(num_blocks=40, delay=12, async_scheduling=async_scheduling)
+    waiting = begin_slow_load(driver)
+    request = driver.scheduler.requests[waiting]
+    copies = copies_of(driver)
+    (ticket,) = copies._loads
+    left = 0.010
+    monkeypatch.setattr(copies, "ending", lambda: {ticket: left})
+    monkeypatch.setattr(driver.scheduler, "_seconds_left", lambda: 0.008)
+    for _ in range(3):
+        driver.step()
+        assert request.row < 0, "the others wait for the copy"
+    left = 0.006
+    before = driver.runner.num_steps
+    driver.step()
+    assert request.row >= 0 and driver.runner.num_steps == before + 1
+    # the request's step is the next one on the device, behind those that were in flight before
+    assert len(driver.scheduler.in_flight) == steps
+    assert driver.scheduler.loading, "the copy is still in flight"
+    driver.finish()
+    assert driver.core.stats().host_kv_loaded_tokens == 40
+
+
+@pytest.mark.parametrize("what", ["abort", "reset"])
+def test_started_before_the_end_of_its_copy(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bugs: the blocks of a copy in flight are given to another request when theirs has left, or
+    enter the prefix cache again after a reset."""
+    driver = make_driver(num_blocks=40, delay=12)
+    waiting = begin_slow_load(driver)
+    copies, (pool,) = copies_of(driver), driver.scheduler.memory.pools
+    (ticket,) = copies._loads
+    monkeypatch.setattr(copies, "ending", lambda: {ticket: 0.0})
+    before = pool.num_free
+    driver.step()
+    assert driver.scheduler.requests[waiting].row >= 0 and driver.scheduler.loading
+    if what == "abort":
+        driver.abort(waiting)
+    else:
+        driver.core.reset_prefix_cache()
+    while driver.scheduler.loading:
+        assert sum(map(len, tier_of(driver).tables(pool))) == 10, "the copy's blocks are not held"
+        driver.step()
+    driver.finish()
+    assert pool.num_free >= before
+    hits = driver.core.stats().prefix_hits
+    say(driver, [*PROMPT, 4])
+    assert driver.core.stats().prefix_hits - hits == (0 if what == "reset" else 40)
+
+
 def test_same_prefix_is_loaded_once() -> None:
     """Bug: a second request with the same tokens loads them again, computes them, or waits until
     the first is done."""

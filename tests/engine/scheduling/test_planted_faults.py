@@ -141,19 +141,21 @@ def blocks_are_named_before_they_are_computed(patch: pytest.MonkeyPatch) -> None
 
 @fault
 def an_evicted_block_keeps_its_name(patch: pytest.MonkeyPatch) -> None:
-    def wrong(self: BlockManager) -> None:
-        block, _ = self._evictable.popitem(last=False)
-        self._free.append(block)
+    def wrong(self: BlockManager, count: int) -> None:
+        for _ in range(count):
+            block, _ = self._evictable.popitem(last=False)
+            self._free.append(block)
 
     patch.setattr(BlockManager, "evict", wrong)
 
 
 @fault
 def the_newest_block_is_evicted_first(patch: pytest.MonkeyPatch) -> None:
-    def wrong(self: BlockManager) -> None:
-        block, _ = self._evictable.popitem(last=True)
-        self._forget(block)
-        self._free.append(block)
+    def wrong(self: BlockManager, count: int) -> None:
+        for _ in range(count):
+            block, _ = self._evictable.popitem(last=True)
+            self._forget([block])
+            self._free.append(block)
 
     patch.setattr(BlockManager, "evict", wrong)
 
