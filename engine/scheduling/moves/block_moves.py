@@ -195,7 +195,9 @@ class BlockMoves:
         unanswered = any(
             not export.answered and self._is_loaded(export) for export in self._exports.values()
         )
-        return not self._events.empty() or self._loads_ended > 0 or unanswered
+        # loads may end in `confirm`
+        loaded = any(imported.ended and not imported.loads for imported in self._imports.values())
+        return not self._events.empty() or self._loads_ended > 0 or unanswered or loaded
 
     def confirm(self) -> bool:
         """Whether all blocks that steps have read until now had the bytes of their source.
