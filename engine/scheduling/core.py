@@ -221,15 +221,7 @@ class EngineCore:
         elif self._sleep.parts and scheduler.can_run() and not held:
             self.wake()
         began = time.perf_counter()
-        scheduler.take_loaded()
-        if scheduler.tier is not None:
-            scheduler.take_arrived()
-        if self._moves is not None:
-            self._preparation.take_moves(self._moves)
-        if self._growth is not None:
-            scheduler.grow(self._growth)
-        if self._preparing:
-            self._preparation.take_prepared()
+        self._take_arrivals()
         batch = None if held else scheduler.schedule()
         deltas = self._outbox + scheduler.take_failed()
         self._outbox.clear()
@@ -238,7 +230,6 @@ class EngineCore:
         # whether the device has waited for this launch since the last step
         idle_device = bool(batch and scheduler.num_batch and pending and pending[-1].ready())
         result: StepResult | None = None
-        done: LaunchedStep | None = None  # the step that `result` belongs to
         with blame(-1):
             self._launch(batch, deltas)
         if pending and (batch is None or len(pending) >= depth or blame.failure):
@@ -257,7 +248,7 @@ class EngineCore:
             assert not (idle and scheduler.can_run()), "requests are left, yet none can run"
         if result is not None:
             recovery.succeeded()
-            done = scheduler.in_flight[0]
+            done = scheduler.in_flight[0]  # the step of `result`
             deltas += scheduler.update(result)
         if batch is not None and blame.failure is None and scheduler.in_flight:
             newest = scheduler.in_flight[-1]
@@ -269,24 +260,46 @@ class EngineCore:
         if recovery.bisection is not None:
             deltas += recovery.go_on(recovery.bisection, succeeded=result is not None)
         self._timer.stepped(began, result=result is not None, more=self.has_work())
-        if done is not None:
-            seconds = self._timer.between
-            if scheduler.config.micro_batches > 1:
-                seconds = self._timer.since_last(done.micro_batch, done.began)
-            if result is not None:  # encoding time does not depend on the chunk's size
-                seconds = max(0.0, seconds - result.encode_wait)
-            work = done.decodes, done.context, done.prompt_tokens
-            scheduler.pace.observe(*work, seconds)
-            if scheduler.num_batch:
-                scheduler.batch_pace.observe(*work, seconds, late=idle_device)
-            if scheduler.tier is not None:
-                scheduler.tier.worth.observe_step(done.prompt_tokens, seconds)
-            if scheduler.drafts is not None:
-                entries = 0 if done.prompt_tokens else done.decodes - done.num_drafts
-                scheduler.drafts.speculation.observe_step(entries, done.num_drafts, seconds)
-                if not held:
-                    self._launch_drafts(deltas)
+        if result is not None:
+            self._observe(done, result, late=idle_device)
+            if scheduler.drafts is not None and not held:
+                self._launch_drafts(deltas)
         return deltas
+
+    def _take_arrivals(self) -> None:
+        """Take in what became ready since the last round: loaded and moved blocks, memory for
+        blocks, prepared requests."""
+        scheduler = self.scheduler
+        scheduler.take_loaded()
+        if scheduler.tier is not None:
+            scheduler.take_arrived()
+        if self._moves is not None:
+            self._preparation.take_moves(self._moves)
+        if self._growth is not None:
+            scheduler.grow(self._growth)
+        if self._preparing:
+            self._preparation.take_prepared()
+
+    def _observe(self, done: LaunchedStep, result: StepResult, *, late: bool) -> None:
+        """Report the time of a step that is done to what chooses the sizes of later steps.
+
+        late: whether the device waited for the step that was launched meanwhile.
+        """
+        scheduler = self.scheduler
+        seconds = self._timer.between
+        if scheduler.config.micro_batches > 1:
+            seconds = self._timer.since_last(done.micro_batch, done.began)
+        # the time of encoding does not depend on the chunk's size
+        seconds = max(0.0, seconds - result.encode_wait)
+        work = done.decodes, done.context, done.prompt_tokens
+        scheduler.pace.observe(*work, seconds)
+        if scheduler.num_batch:
+            scheduler.batch_pace.observe(*work, seconds, late=late)
+        if scheduler.tier is not None:
+            scheduler.tier.worth.observe_step(done.prompt_tokens, seconds)
+        if scheduler.drafts is not None:
+            entries = 0 if done.prompt_tokens else done.decodes - done.num_drafts
+            scheduler.drafts.speculation.observe_step(entries, done.num_drafts, seconds)
 
     def _launch_drafts(self, deltas: list[Delta]) -> None:
         """Launch the next step before the deltas of the last step, which had drafts, are published.
