@@ -33,6 +33,7 @@ class PrefillTile(NamedTuple):
     keys: int
 
 
+# 20 parameters or more: 16 are what the loop reads and carries, and constants are in structs.
 @triton.jit
 def _walk(
     query,
