@@ -70,8 +70,8 @@ def test_a_killed_server_is_seen():
     server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     url = server.stdout.readline().strip()
-    # The kill, after 0.75 s, hits the first streams, which take 0.8 s; more requests follow it.
-    values = {**QUICK, "seconds": 1.5, "output_tokens": 40}
+    # The kill, after 0.75 s, hits the first streams, which take 1.4 s; more requests follow it.
+    values = {**QUICK, "seconds": 1.5, "output_tokens": 70}
     options = SuiteOptions(url=url, cases=("kill",), kill_pids=(server.pid,), **values)
     check(options)
     cases = by_case(asyncio.run(run(options, lambda line: None)))
