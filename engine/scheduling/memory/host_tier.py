@@ -422,6 +422,9 @@ class HostTier:
 
     def _adopt(self, load: Load) -> None:
         """Let the blocks of a load enter the prefix cache of the device."""
+        if load.pool.num_groups == 1:
+            load.pool.adopt(load.blocks, [digest for _, digest in load.names], 0)
+            return
         for group in range(load.pool.num_groups):
             own = [name[0] == group for name in load.names]
             digests = [digest for _, digest in compress(load.names, own)]

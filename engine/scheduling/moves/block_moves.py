@@ -38,7 +38,7 @@ from engine.scheduling.moves.puller import Arrival, Pull, Puller, split
 from engine.scheduling.moves.records import Export, Import, Lease, Load, MoveCopies, MovePlan
 from engine.scheduling.moves.shared import PeerSlots, Sharing
 from engine.scheduling.moves.source import LEASE_SECONDS, Order, SourceServer, Staged
-from engine.scheduling.moves.wire import Offer, PeerError
+from engine.scheduling.moves.wire import NO_NUMBERS, Offer, PeerError
 from engine.scheduling.request import Request
 
 logger = logging.getLogger("manta.engine")
@@ -346,7 +346,7 @@ class BlockMoves:
         """Begin to copy the next blocks of an export to slots; return False if that failed."""
         order, first = export.order, export.staged
         end = first + len(slots)
-        fills = [] if self._sharing is None else self._sharing.own.begin_fill(slots)
+        fills = NO_NUMBERS if self._sharing is None else self._sharing.own.begin_fill(slots)
         if not self.copies.store(list(zip(export.blocks[first:end], slots, strict=True))):
             self.copies.wait()
             self._free_slots(slots)
@@ -501,6 +501,9 @@ class BlockMoves:
     def _adopt(self, imported: Import, load: Load) -> None:
         """Let the blocks of a load enter the prefix cache."""
         groups, hashes = imported.pull.groups, imported.pull.hashes
+        if groups == 1:
+            imported.pool.adopt(load.blocks, [*map(hashes.__getitem__, load.indices)], 0)
+            return
         digests = [hashes[index // groups] for index in load.indices]
         for group in range(groups):
             own = [index % groups == group for index in load.indices]
@@ -533,7 +536,8 @@ class BlockMoves:
         if imported.ended_loads and not pull.cancelled:
             indices = [*chain.from_iterable(load.indices for load in imported.ended_loads)]
             self.pulled_bytes += len(indices) * self.plan.block_bytes
-            positions = {index // pull.groups for index in indices}
+            groups = pull.groups
+            positions = indices if groups == 1 else {index // groups for index in indices}
             self.pulled_tokens += len(positions) * imported.pool.block_size
             self.pull_seconds += (imported.loaded or time.monotonic()) - pull.began
             self.shared_pulls += pull.borrowed is not None

@@ -60,13 +60,13 @@ class SharedSlots:
         """Return the slots' fill numbers, which change with each `begin_fill`."""
         return self._fills[slots].astype(np.int64)
 
-    def begin_fill(self, slots: Sequence[int]) -> list[int]:
+    def begin_fill(self, slots: Sequence[int]) -> Numbers:
         """Change the slots' fill numbers, before new bytes are written into them; return the new
         numbers."""
         places = np.array(slots, np.int64)
         numbers = self._fills[places] + np.uint32(1)
         self._fills[places] = numbers
-        return numbers.tolist()
+        return numbers.astype(np.int64)
 
 
 class OwnSlots(SharedSlots):

@@ -20,10 +20,12 @@ from engine.scheduling.moves.shared import OwnSlots
 from engine.scheduling.moves.wire import (
     IDLE_SECONDS,
     LAST,
+    NO_NUMBERS,
     Ask,
     Join,
     Locate,
     Message,
+    Numbers,
     Offer,
     Peer,
     PeerError,
@@ -50,7 +52,7 @@ class Staged(NamedTuple):
 
     indices: list[int]
     slots: list[int]
-    fills: list[int]
+    fills: Numbers
     copied: Callable[[], None]
 
 
@@ -229,7 +231,7 @@ class SourceServer:
                     continue
                 ended = True
                 if count:
-                    peer.announce((), ())
+                    peer.announce((), NO_NUMBERS)
             if count:
                 raise PeerError("the step loop has dropped the order")
         except (PeerError, RuntimeError, queue.Empty) as error:
@@ -244,7 +246,7 @@ class SourceServer:
         if not peer.readable(LENT_SECONDS):
             raise PeerError("it does not read")
         slots = peer.receive_numbers(len(lent))
-        if not lent.issuperset(slots) or len(set(slots)) < len(slots):
+        if len(lent) - len(lent.difference(slots)) != len(slots):
             raise PeerError(f"slots {slots} were not lent")
         lent.difference_update(slots)
         self._sent(order, slots)

@@ -43,6 +43,7 @@ import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]
+NO_NUMBERS: Numbers = np.zeros(0, np.int64)
 
 MAGIC = b"manta-kv-3"
 IDLE_SECONDS = 2.0  # maximum seconds without a byte from the peer
@@ -225,12 +226,12 @@ class Peer:
             raise PeerClosed("the peer closed the connection")
         return unpack_numbers(data + self.receive(-len(data) % NUMBER.size))
 
-    def announce(self, slots: Sequence[int], fills: Sequence[int]) -> None:
+    def announce(self, slots: Sequence[int], fills: Numbers) -> None:
         """Announce the filled slots of the next blocks, and their fill numbers, to the puller.
 
-        Empty lists end the announcements.
+        No slots end the announcements.
         """
-        self.send(pack_numbers([len(slots), *slots, *fills]))
+        self.send(NUMBER.pack(len(slots)) + pack_numbers(slots) + pack_numbers(fills))
 
     def receive_announced(self, most: int) -> tuple[Numbers, Numbers]:
         """Return the slots and fill numbers of one `announce`, at most `most` of each. Raises
