@@ -37,7 +37,8 @@ def resized(
     if parts is None:
         parts = max(picture.width * picture.height, width * height) // _PART
     divisible = filter != Pillow.Resampling.NEAREST and _rows_first(*picture.size, *size)
-    # Parts gain nothing while other pictures wait for cores, and take Pillow's large blocks apart.
+    # Parts gain nothing while other pictures wait for cores. They also shrink the large blocks
+    # of memory that Pillow keeps for its next pictures.
     if parts < 2 or not divisible or not alone():
         pixels = picture.resize(size, filter).tobytes()
     else:

@@ -277,7 +277,7 @@ class ExpertsAhead(Experts):
         x, weights, ids = self._routed(x, norm, residual)
         weights, ids, of_same = self._real(weights, ids)
         routed = self.stack.apply(x, weights, ids, None)
-        # Overwrites the output of a step that failed between two layers, if there is one.
+        # The slice is assigned, as a step that failed between two layers leaves its output here.
         self.ahead[:] = [self.group.all_reduce(routed).addcmul_(x, of_same.to(x.dtype))]
         return self.mlp.forward(x, kv, meta, residual=residual)
 

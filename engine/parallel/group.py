@@ -150,7 +150,10 @@ class DistributedGroup(TensorParallelGroup):
 
     @staticmethod
     def beside(parts: Tensor, total: int) -> Tensor:
-        """Concatenate the `padded` parts of all ranks, [ranks, n, columns], to [n, total]."""
+        """Join the columns of all ranks' `padded` parts, and drop the padding.
+
+        parts: [ranks, n, columns]; the result is [n, total].
+        """
         return parts.movedim(0, 1).flatten(1)[:, :total].contiguous()
 
     def broadcast(self, x: Tensor) -> Tensor:

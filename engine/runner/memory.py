@@ -321,7 +321,9 @@ def plan_memory(
 def plan_growth(
     plan: "MemoryPlan", config: EngineConfig, longest: int, least: int, free: int, others: int
 ) -> None:
-    """Plan growing KV memory: the number of blocks at the start, and the maximum number.
+    """Set the plan's `num_blocks`, those at the start, and `most_blocks`, for growing KV memory.
+
+    The room for snapshots is set too.
 
     longest, least: see `count_blocks`.
     free: bytes that the plan's other parts do not use.

@@ -33,7 +33,8 @@ _REST, _LONGEST_REST = 64, 256  # length of the first rest, and maximum
 _LAST = 8  # number of last steps of a rest, which are measured
 _BLANK = 64  # consecutive steps without an accepted draft after which a rest begins
 _LOOK, _LOOK_FEW = 32, 16  # steps between two looks; the second value with at most _FEW decodes
-# number of tokens that have to repeat in a look; the second value as above
+# number of last tokens that earlier text must repeat for a look to find a repeat; the second value
+# with at most _FEW decodes
 _REPEATED, _REPEATED_FEW = 3, 2
 # number of consecutive looks with a repeat that end a rest that began for lack of accepted drafts
 _REPEATS = 2

@@ -317,7 +317,10 @@ class ModelLengths:
         """Do nothing, as predictions do not improve a model's drafts."""
 
     def worth(self, records: Sequence[DraftRecord], lengths: Sequence[int]) -> list[int]:
-        """Return how many drafts each request gets, at most the given lengths."""
+        """Return how many drafts each request gets, at most the given lengths.
+
+        Beside other requests, one whose acceptance is far below the expected one gets one draft.
+        """
         most, poor = self._current.length, _POOR if self._entries > 1 else -1.0
         return [
             (length if length < most else most) if record.accepted >= poor * record.expected else 1

@@ -21,7 +21,7 @@ _TICKETS = 1 << 17  # counters that are allocated at once, before any CUDA graph
 
 
 def tickets(device: torch.device, count: int) -> Tensor:
-    """Return at least `count` counters for `comes_last`, int32.
+    """Return at least `count` int32 counters of arrived programs, for `comes_last`.
 
     The counters are zero between launches, as kernels reset them.
     """

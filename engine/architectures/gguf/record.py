@@ -173,7 +173,7 @@ class Gguf:
 
 
 def own(key: str) -> Make:
-    """Return a function that returns the value of a metadata key of the architecture."""
+    """Return a function that takes a GGUF file and returns the value of `<architecture>.<key>`."""
     return lambda file: file.own(key)
 
 

@@ -73,7 +73,10 @@ class Idefics3Images:
         return f"{before}{_AROUND}{_WHOLE}{tile}{_AROUND}"
 
     def _fitted(self, width: int, height: int) -> tuple[int, int]:
-        """Return the width and height of a picture whose longer side is `longest`."""
+        """Return the size to which a picture is resized, so that its longer side is `longest`.
+
+        If `longest` exceeds `_MOST`, the longer side is `_MOST`.
+        """
         longest, ratio = self.longest, width / height
         if width >= height:
             width, height = longest, max(1, _even(longest / ratio))

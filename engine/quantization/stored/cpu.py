@@ -113,7 +113,7 @@ def _packed(piece: LinearPiece, bias: Tensor | None) -> PackedBlocks:
                 packed.fill(at, *decoded)
                 at += len(decoded[0])
         return packed
-    # Packed together, as some panel has rows of two parts.
+    # The parts are joined before they are packed, because a panel of 64 rows may have rows of two.
     parts = list(zip(*(next(layout.decoded(layout.rows)) for layout in piece.layouts), strict=True))
     offset = (
         None if parts[2][0] is None else torch.cat([part for part in parts[2] if part is not None])

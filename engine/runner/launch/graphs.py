@@ -481,7 +481,11 @@ class StepGraphs:
         return rows[:count].long(), positions[:count].long()
 
     def _logits(self, entries: int, mixed: bool, how: How) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the logits of the sampling entries, and the rows and positions of new tokens."""
+        """Return the logits of the sampling entries, and the rows and positions of new tokens.
+
+        mixed: whether the step has prompt tokens, so that only some entries sample.
+        how: the sort of sampling, by which ranks keep their parts of the logits or gather them.
+        """
         by_parts = self._sampling.by_parts(self._plan(how))
         logits = self._forward.model.logits(self._hidden[:entries], not by_parts)
         return logits, *self.places(entries, mixed)

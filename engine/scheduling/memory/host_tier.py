@@ -36,8 +36,8 @@ from engine.scheduling.memory.snapshots import Snapshots
 from engine.scheduling.memory.worth import Worth
 from engine.scheduling.request import Request
 
-# factor on the expected time of a copy whose request starts before its end, as copies in the other
-# direction slow it down
+# Factor on the expected time of a copy, in the decision to start its request before the copy ends.
+# Copies in the other direction may slow it down.
 _SLOWER = 1.25
 
 

@@ -178,7 +178,7 @@ class TorchNcclGroup(NcclGroup):
     """
 
     def _open(self) -> None:
-        # the store's key for the first communicator of a group, which torch numbers
+        # torch numbers a group's communicators from 0; the number is the key of the id in the store
         self._key = "0"
 
     def broadcast(self, tensor: Tensor) -> None:

@@ -106,7 +106,11 @@ def _kernel(
     tokens: Callable[[Format], tuple[int, float]],
     fuses: frozenset[Fusion],
 ) -> Candidate[Format]:
-    """Return the candidate that runs the function `name` of `calls` if `<name>_fits` is true."""
+    """Return the candidate that runs the function `name` of `calls` if `<name>_fits` is true.
+
+    takes, tokens: as in `Candidate`, with a weight's format.
+    fuses: the operations that the kernel computes besides the product.
+    """
     run = Lazy(f"kernels.gemm.packed.calls:{name}")
     return Candidate(name, operands, takes, tokens, Lazy(f"{run.path}_fits"), run, fuses)
 
