@@ -77,6 +77,13 @@ def granite(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["L
     return [replace(plain, scale=config.number("attention_multiplier", 1.0))] * layers
 
 
+def _hyperclovax(
+    config: Reader, plain: "LayerAttention", layers: int
+) -> Sequence["LayerAttention"]:
+    scale = config.number_or_none("attention_multiplier")
+    return [plain if scale is None else replace(plain, scale=scale)] * layers
+
+
 def _granite_swa(
     config: Reader, plain: "LayerAttention", layers: int
 ) -> Sequence["LayerAttention"]:
@@ -271,6 +278,23 @@ ARCHITECTURES = (
         model_type="granite_swa",
         switches=GRANITE,
         attention=_granite_swa,
+    ),
+    Architecture(
+        "HyperCLOVAXForCausalLM",
+        {
+            **LLAMA,
+            "attention_out_norm": CheckpointTensor((f"{LAYER}post_norm1",)),
+            "mlp_out_norm": CheckpointTensor((f"{LAYER}post_norm2",)),
+        },
+        models="HyperCLOVA X SEED Think 14B",
+        model_type="hyperclovax",
+        # Unlike Granite, the model multiplies logits by logits_scaling.
+        switches={
+            **GRANITE,
+            "logit_scale": lambda config: config.number("logits_scaling", 1.0),
+        },
+        attention=_hyperclovax,
+        only={"use_post_norm": (True,)},
     ),
     Architecture(
         "SmolLM3ForCausalLM",

@@ -56,6 +56,7 @@ CASES: dict[str, Case] = {
     "helium": Case("helium", {"head_dim": 16}),
     "hunyuan": Case("hunyuan_v1_dense", {"head_dim": 16}),
     "granite": Case("granite", GRANITE),
+    "hyperclova x": Case("hyperclovax", {**GRANITE, "logits_scaling": 0.125}),
     "arcee": Case("arcee"),
     "apertus": Case("apertus"),
     "nemotron": Case("nemotron"),
