@@ -16,7 +16,7 @@ import heapq
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice, repeat, takewhile
+from itertools import compress, islice, repeat, takewhile
 from typing import Any, Protocol
 
 from engine.config.kv_groups import Full, KVKind, blocks_for, positions
@@ -323,14 +323,22 @@ class BlockManager:
         digest = self._hashes[block]
         return None if digest is None else (self._group_of[block], digest)
 
-    def adopt(self, blocks: Sequence[int], hashes: Sequence[bytes], group: int) -> None:
-        """Register blocks of a group, whose KV was loaded from another memory, in the prefix cache.
+    def adopt(
+        self, blocks: Sequence[int], hashes: Sequence[bytes], groups: Iterable[int] = ()
+    ) -> None:
+        """Register blocks whose KV was loaded from another memory in the prefix cache.
 
         A block is left out if another block is registered under its hash.
 
-        hashes: the hash of each block.
+        hashes, groups: the hash and the group of each block; groups are not read if there is one.
         """
-        self._register(hashes, blocks, group)
+        if self.num_groups == 1:
+            self._register(hashes, blocks, 0)
+            return
+        of_blocks = list(groups)
+        for group in range(self.num_groups):
+            own = [number == group for number in of_blocks]
+            self._register([*compress(hashes, own)], [*compress(blocks, own)], group)
 
     def is_resident(self, digest: bytes) -> bool:
         """Whether every group has the block of this hash."""

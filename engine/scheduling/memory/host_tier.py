@@ -24,7 +24,6 @@ The least recently used slot is taken first, and never one that is being read.
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import compress
 from math import inf
 from typing import Any
 
@@ -422,13 +421,8 @@ class HostTier:
 
     def _adopt(self, load: Load) -> None:
         """Let the blocks of a load enter the prefix cache of the device."""
-        if load.pool.num_groups == 1:
-            load.pool.adopt(load.blocks, [digest for _, digest in load.names], 0)
-            return
-        for group in range(load.pool.num_groups):
-            own = [name[0] == group for name in load.names]
-            digests = [digest for _, digest in compress(load.names, own)]
-            load.pool.adopt([*compress(load.blocks, own)], digests, group)
+        digests = [digest for _, digest in load.names]
+        load.pool.adopt(load.blocks, digests, (group for group, _ in load.names))
 
     def arrived(self, ticket: int) -> None:
         """Remove a ticket from all requests that wait for it."""

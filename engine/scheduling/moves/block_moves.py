@@ -29,7 +29,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from itertools import chain, compress
+from itertools import chain
 from typing import Any
 
 from engine.messages import Answer, KVSource
@@ -501,13 +501,8 @@ class BlockMoves:
     def _adopt(self, imported: Import, load: Load) -> None:
         """Let the blocks of a load enter the prefix cache."""
         groups, hashes = imported.pull.groups, imported.pull.hashes
-        if groups == 1:
-            imported.pool.adopt(load.blocks, [*map(hashes.__getitem__, load.indices)], 0)
-            return
         digests = [hashes[index // groups] for index in load.indices]
-        for group in range(groups):
-            own = [index % groups == group for index in load.indices]
-            imported.pool.adopt([*compress(load.blocks, own)], [*compress(digests, own)], group)
+        imported.pool.adopt(load.blocks, digests, (index % groups for index in load.indices))
 
     def _release(self, number: int, imported: Import) -> None:
         """Let a request start before its last loads have ended. Idempotent.

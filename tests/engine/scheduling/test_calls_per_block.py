@@ -89,7 +89,7 @@ def full_pool(num_blocks: int, hashes: list[bytes]) -> BlockManager:
     """Return a pool whose first evicted blocks have these hashes."""
     pool = BlockManager(num_blocks, 4)
     blocks = pool.allocate(len(hashes))
-    pool.adopt(blocks, hashes, 0)
+    pool.adopt(blocks, hashes)
     pool.free(blocks)
     return pool
 
