@@ -141,13 +141,13 @@ def test_starts_one_step_after_its_copy(
     request = driver.scheduler.requests[waiting]
     copies = copies_of(driver)
     (ticket,) = copies._loads
-    left = 0.010
-    monkeypatch.setattr(copies, "ending", lambda: {ticket: left})
+    seconds_left = 0.010
+    monkeypatch.setattr(copies, "ending", lambda: {ticket: seconds_left})
     monkeypatch.setattr(driver.scheduler, "_seconds_left", lambda: 0.008)
     for _ in range(3):
         driver.step()
         assert request.row < 0, "the others wait for the copy"
-    left = 0.006
+    seconds_left = 0.006
     before = driver.runner.num_steps
     driver.step()
     assert request.row >= 0 and driver.runner.num_steps == before + 1
