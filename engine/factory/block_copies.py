@@ -13,7 +13,9 @@ import torch
 from engine.errors import ConfigError
 from engine.factory.rank_part import RankPart
 from engine.runner.caches.block_file import SlotMemory, read_key
-from engine.runner.caches.host_copies import CudaCopies, HostSlots, host_copies
+from engine.runner.caches.cuda_copies import CudaCopies
+from engine.runner.caches.host_copies import host_copies
+from engine.runner.caches.host_slots import HostSlots
 from engine.runner.memory import available_host_memory, device_staging_bytes
 from engine.runner.ranked_runner import RankedRunner
 from engine.scheduling.core import CoreConfig

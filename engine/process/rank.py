@@ -30,7 +30,7 @@ from engine.process.lifeline import read_start, set_threads, tie_to_parent
 if TYPE_CHECKING:
     from engine.lora.loader import AdapterLoader
     from engine.parallel.rendezvous import Place
-    from engine.runner.caches.host_copies import Pairs
+    from engine.runner.caches.copied_items import Pairs
     from engine.runner.caches.sleep_memory import SleepMemory
     from engine.runner.model_runner import ModelRunner
     from engine.runner.refill import Refill

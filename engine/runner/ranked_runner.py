@@ -11,7 +11,8 @@ from engine.errors import EngineDead, MantaError
 from engine.messages import PARTS
 from engine.parallel.ranks import Ranks
 from engine.parallel.rendezvous import Place
-from engine.runner.caches.host_copies import Copies, Pairs
+from engine.runner.caches.copied_items import Pairs
+from engine.runner.caches.host_copies import Copies
 from engine.runner.caches.sleep_memory import SleepMemory
 from engine.runner.model_runner import ModelRunner
 from engine.runner.refill import Refill

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.runner.caches import host_copies
-from engine.runner.caches.host_copies import CudaCopies, HostSlots
+from engine.runner.caches import cuda_copies
+from engine.runner.caches.cuda_copies import CudaCopies
+from engine.runner.caches.host_slots import HostSlots
 
 BLOCKS, BYTES = 128, 4 << 20
 
@@ -61,7 +62,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaCopies]:
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(host_copies, "copy_rows", lambda *_: None)
+    monkeypatch.setattr(cuda_copies, "copy_rows", lambda *_: None)
     monkeypatch.setattr(FakeEvent, "ended", 1 << 60)
     storage = torch.zeros(1, BLOCKS, 4, dtype=torch.uint8)
     slots = HostSlots([lambda: storage], BLOCKS, torch.device("cpu"))

@@ -16,7 +16,9 @@ from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.resolve import resolve
 from engine.runner.caches.cache_memory import CacheMemory
-from engine.runner.caches.host_copies import Copies, CpuCopies, HostSlots, host_copies
+from engine.runner.caches.cpu_copies import CpuCopies
+from engine.runner.caches.host_copies import Copies, host_copies
+from engine.runner.caches.host_slots import HostSlots
 from engine.runner.caches.kv_cache import KVCache
 from engine.runner.caches.state_cache import StateCache
 from engine.runner.memory import host_kv_bytes

@@ -383,7 +383,7 @@ def test_bytes_come_over_tcp_where_no_memory_is_shared(
 ) -> None:
     """Bugs: a source on another machine, whose process number another process has here, is read
     from this machine's memory; a machine without room for pinned memory moves nothing."""
-    from engine.runner.caches import host_copies
+    from engine.runner.caches import host_slots
 
     if what == "none":
         monkeypatch.delattr(os, "memfd_create")
@@ -393,7 +393,7 @@ def test_bytes_come_over_tcp_where_no_memory_is_shared(
         def refuse(*_: Any) -> None:
             raise RuntimeError("it cannot be pinned")
 
-        monkeypatch.setattr(host_copies, "pin", refuse)
+        monkeypatch.setattr(host_slots, "pin", refuse)
     if what in ("elsewhere", "foreign", "size"):
         assert one._moves is not None and one._moves._sharing is not None
         own = one._moves._sharing.own

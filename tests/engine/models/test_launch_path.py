@@ -43,12 +43,12 @@ ALLOWED = {
     ("engine/runner/caches/block_pages.py", "BlockPages.retract.unmap"): (
         "on the thread of KV growth"
     ),
-    ("engine/runner/caches/host_copies.py", "CudaCopies.__init__"): _START,
-    ("engine/runner/caches/host_copies.py", "CudaCopies.wait"): "falling asleep, and in tests",
-    ("engine/runner/caches/host_copies.py", "_end_of"): (
+    ("engine/runner/caches/cuda_copies.py", "CudaCopies.__init__"): _START,
+    ("engine/runner/caches/cuda_copies.py", "CudaCopies.wait"): "falling asleep, and in tests",
+    ("engine/runner/caches/cuda_copies.py", "_end_of"): (
         "waited for by threads of moves; by the loop when it drops a move"
     ),
-    ("engine/runner/caches/host_copies.py", "_enqueue"): "a numpy table of addresses",
+    ("engine/runner/caches/cuda_copies.py", "_enqueue"): "a numpy table of addresses",
     ("engine/runner/caches/sleep_memory.py", "CudaSleepMemory._finish_work"): (
         "falling asleep, awaking"
     ),
