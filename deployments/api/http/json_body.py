@@ -55,9 +55,9 @@ MAX_NODES = 700_000
 MAX_STRINGS = 100_000
 MAX_CONTAINERS = 50_000  # maximum number of lists and objects
 _SLICE = 64 * 1024  # bytes that are counted before other threads may run
-# Digits of the longest integer that `_careful` accepts; a longer one becomes inf, which no field
-# accepts.
-_MAX_DIGITS = 400
+# Characters, sign included, of the longest integer that msgspec reads. A longer one
+# becomes inf, which no field accepts.
+_MAX_INTEGER = 4300
 
 _ESCAPED_COLON = re.compile(rb"\\u003[aA]")
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
@@ -67,8 +67,9 @@ _INSIDE = re.compile(rb'(?:[^"\\]{1,4096}+|\\.){0,1024}+("?)', re.DOTALL)  # par
 def parse_json(body: bytes) -> Any:
     """Parse UTF-8 JSON (a BOM is allowed) into objects, without recursion beyond MAX_DEPTH.
 
-    Integers beyond 64 bits stay integers. Integers of thousands of digits, and floats beyond the
-    range of a double, become inf, so that the check of their field can name the field in its error.
+    Integers beyond 64 bits stay integers. Integers of more than 4,300 characters, and floats beyond
+    the range of a double, become inf, so that the check of their field can name the field in its
+    error.
 
     Raises ApiError 400: invalid_json, invalid_encoding, duplicate_key, json_too_deep,
     json_too_large.
@@ -235,7 +236,7 @@ def _constant(name: str) -> NoReturn:
 
 
 def _integer(digits: str) -> int | float:
-    return int(digits) if len(digits) <= _MAX_DIGITS else float("inf")
+    return int(digits) if len(digits) <= _MAX_INTEGER else float("inf")
 
 
 def _reason(message: str) -> str:

@@ -56,6 +56,18 @@ def test_fast_and_careful_agree(value: Any, data: st.DataObject) -> None:
         assert outcome(parse_json, bytes(body)) == outcome(careful, bytes(body))
 
 
+@pytest.mark.parametrize("digits", [19, 20, 400, 401, 4299, 4300, 4301, 5000])
+@pytest.mark.parametrize("sign", [b"", b"-"])
+def test_long_integers_are_read_alike(digits: int, sign: bytes) -> None:
+    """Bug: an integer of 401 to 4,300 digits is inf in a body with an escaped colon, and a number
+    in the same body without one."""
+    plain = b'{"a": ["b", ' + sign + b"7" * digits + b"]}"
+    escaped = plain.replace(b'"b"', b'"\\u003a"')
+    (_, number), (_, other) = parse_json(plain)["a"], parse_json(escaped)["a"]
+    assert number == other == careful(plain)["a"][1]
+    assert (type(number) is int) == (digits + len(sign) <= 4300)
+
+
 @given(
     st.lists(st.tuples(_STRINGS, _VALUES), min_size=2, max_size=5),
     st.integers(0, 3),
