@@ -172,21 +172,35 @@ class Driver:
     def _check_starvation(self, preempted: bool) -> None:
         """Assert that the first request of the queue does not starve.
 
-        It must start at the latest a few steps after the end of all requests that were running when
-        it became the first, or that precede it. Requests that wait for adapters may wait longer.
+        It must start at the latest a few steps after the end of all requests that were running, or
+        pulling their prefixes, when it became the first, or that precede it. Requests that wait for
+        adapters may wait longer.
         """
         head = self.scheduler.queue.waiting[0] if self.scheduler.queue.waiting else None
         queue = self.scheduler.queue
         waits = bool(queue.waiting_for_adapter or queue.waiting_for_blocks)
+        holders = self._holders()
         if head is not self._head or preempted or self._searching or waits:
             self._head = head
-            self._blockers = {r.id for r in self.scheduler.running.values()}
+            self._blockers = set(holders)
             self._patience = 4
         elif head is not None and not any(
-            r.id in self._blockers or r < head for r in self.scheduler.running.values()
+            number in self._blockers or (request is not None and request < head)
+            for number, request in holders.items()
         ):
             self._patience -= 1
             assert self._patience > 0, "the first of the queue starves"
+
+    def _holders(self) -> dict[int, Request | None]:
+        """Return the requests that hold blocks, by id: those that run, and those that pull blocks.
+
+        A request that was aborted while it pulled blocks is None.
+        """
+        holders: dict[int, Request | None] = {r.id: r for r in self.scheduler.running.values()}
+        if self.scheduler.moves is not None:
+            for number in self.scheduler.moves.waiting():
+                holders[number] = self.core._preparing.get(number)
+        return holders
 
 
 def random_run(
