@@ -75,8 +75,7 @@ class _Run:
 
     start, length: the position of the first token, and the number of tokens.
     number, begin: the run's index in the step, and its first token's index among all runs' tokens.
-    whole: whether no updates of earlier decodes have to be applied to the state in memory before
-        the run's accepted tokens; see `KeptRun.whole`.
+    whole: the value of `KeptRun.whole` for the application of the run's accepted tokens.
     """
 
     start: int
@@ -249,11 +248,9 @@ class StateVerification:
             assert not accepted or before.start + accepted == run.start
             run.whole = accepted > 0
             first, draft = tokens[run.begin : run.begin + 2]
-            whole = int(accepted > 0 and before.whole)
             places = *graph.place(before, last_side), *graph.place(run, self._side)
-            numbers.append(
-                KeptRun(row, run.start, run.length, first, draft, accepted, whole, *places)
-            )
+            extent = row, run.start, run.length, first, draft
+            numbers.append(KeptRun(*extent, accepted, before.whole, *places))
         if graph.runs.settles or not graph.runs.replays:
             graph.fill_kept(numbers)
         others = np.asarray(batch.rows)
@@ -370,8 +367,8 @@ class StateVerification:
             for row, accepted in counts.items():
                 run = self._of_row[row]
                 places = graph.place(run, self._side)
-                position, whole = run.start + accepted, int(run.whole)
-                numbers.append(KeptRun(row, position, 0, 0, 0, accepted, whole, *places, 0, 0))
+                extent = row, run.start + accepted, 0, 0, 0
+                numbers.append(KeptRun(*extent, accepted, run.whole, *places, 0, 0))
             graph.fill_settled(numbers)
         if graph.runs.replays:
             graph.settled.fill(*self._settled_entries(counts))
