@@ -192,15 +192,18 @@ class HostTier:
             if digest in self.states:
                 self.states.move_to_end(digest)
                 continue
-            if not self._free_states:
-                oldest = self._oldest_state()
-                if oldest is None:
-                    continue
-                self._drop_state(oldest)
-                due.pop(oldest, None)
-            self.states[digest] = self._free_states.pop()
-            due[digest] = snapshot
-        return list(due.items())
+            slot = self._take_state()
+            if slot >= 0:
+                self.states[digest] = slot
+                due[digest] = snapshot
+        # a later one may have evicted an earlier one
+        return [(digest, snapshot) for digest, snapshot in due.items() if digest in self.states]
+
+    def _take_state(self) -> int:
+        """Return a free slot for a snapshot, after evicting one if necessary; -1 = none."""
+        if not self._free_states and (oldest := self._oldest_state()) is not None:
+            self._drop_state(oldest)
+        return self._free_states.pop() if self._free_states else -1
 
     def _oldest_state(self) -> bytes | None:
         """Return the hash of the least recently used snapshot that is not being read, if any."""
@@ -481,11 +484,6 @@ class HostTier:
             slots.append(slot)
             (self.filling_states if name[0] == STATES else self.filling).add(slot)
         return slots
-
-    def _take_state(self) -> int:
-        if not self._free_states and (oldest := self._oldest_state()) is not None:
-            self._drop_state(oldest)
-        return self._free_states.pop() if self._free_states else -1
 
     def fill(self, name: Name, slot: int, *, usable: bool) -> None:
         """Register a block that was read into a slot, or free the slot if the data is not
