@@ -83,11 +83,12 @@ class Cores:
             moves = core._moves
             assert moves is not None
             moves.yield_blocks()
+            slots, device_slots = moves.plan.slots, moves.plan.device_slots
             self.until(lambda: not (moves.holds or core.has_work()))  # noqa: B023
+            self.until(lambda: len(moves._free) >= slots)  # noqa: B023, given back over a socket
             core.check_integrity()
             (pool,) = core.scheduler.memory.pools
             assert pool.num_free == pool.num_blocks
-            slots, device_slots = moves.plan.slots, moves.plan.device_slots
             assert sorted(moves._free) == list(range(slots))
             assert sorted(moves._free_on_device) == list(range(2 * slots, 2 * slots + device_slots))
             assert moves._puller._free.qsize() == moves.plan.slots
