@@ -227,7 +227,8 @@ def plan_memory(
     if resolved.captures:
         used.append(("graphs (reserved)", GRAPH_BYTES * (2 if config.max_loras else 1)))
         if drafter is not None:
-            bytes_of_drafts = graph_bytes(seqs, resolved.model.vocab_size)
+            itemsize = resolved.dtype.itemsize
+            bytes_of_drafts = graph_bytes(seqs, resolved.model.vocab_size, itemsize)
             used.append(("graphs of drafts (reserved)", bytes_of_drafts))
     if cuda and config.kv_moves:
         used.append(("KV blocks for other GPUs", device_staging_bytes(total)))

@@ -13,6 +13,7 @@ from deployments.plan.memory import Hardware, check_files, plan
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
+from engine.runner.drafts.graphs import Recorder, graph_bytes
 from engine.runner.model_runner import ModelRunner
 from engine.runner.warm_up import capture_drafts, warm_up
 from engine.sampling_params import SamplingParams
@@ -184,3 +185,25 @@ def test_on_a_gpu(folder: Path, cut: dict[str, Any]) -> None:
     run(core, PROMPTS, SAMPLING)
     run(core, PROMPTS, SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True))
     assert controller.accepted > 0.9 * controller.drafted > 50
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_graphs_of_drafts_are_planned(dtype: str, tmp_path: Path) -> None:
+    """Bug: graphs of drafts take more memory than the plan reserves, and steps run out of it."""
+    vocab = 150_000
+    folder = small(tmp_path / "model", vocab_size=vocab)
+    fields = {"device": "cuda", "dtype": dtype, "max_num_seqs": 256}
+    core, _ = drafting(folder, folder, 3, **fields)
+    runner = core._runner
+    assert isinstance(runner, ModelRunner) and runner.drafting is not None
+    graphs = runner.drafting.graphs
+    assert graphs is not None and isinstance(graphs._record, Recorder)
+    pool = graphs._record._pool
+    taken = sum(
+        segment["total_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if tuple(segment["segment_pool_id"]) == tuple(pool)
+    )
+    itemsize = getattr(torch, dtype).itemsize
+    assert 256 * vocab * itemsize < taken <= graph_bytes(256, vocab, itemsize)

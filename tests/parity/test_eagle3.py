@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deployments.checkpoints.resolve import with_drafter
 from deployments.plan.gpus import GIB
@@ -17,6 +18,7 @@ from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.resolve import resolve
+from engine.runner.drafts.graphs import graph_bytes
 from engine.runner.memory import outline, plan_memory
 from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
@@ -248,6 +250,40 @@ def test_text_and_memory(tmp_path: Path) -> None:
     assert dict(plan.rows)["drafter"] == runner.drafting.passes.drafter.num_bytes
     keys = runner.kv.storage.nbytes + runner.drafting.kv.storage.nbytes
     assert plan.block_bytes == keys // 60
+
+
+class Logits(TorchDispatchMode):
+    """Counts the bytes of all tensors of logits that are computed.
+
+    columns: the sizes of vocabularies.
+    """
+
+    def __init__(self, *columns: int) -> None:
+        super().__init__()
+        self._columns = columns
+        self._sizes: dict[int, int] = {}  # address -> bytes
+
+    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.shape[-1:] in [(n,) for n in self._columns]:
+            self._sizes[result.data_ptr()] = result.nbytes
+        return result
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._sizes.values())
+
+
+def test_logits_of_graphs_are_planned(tmp_path: Path) -> None:
+    """Bug: the plan reserves less for logits than the largest graph of drafts keeps of them."""
+    core, _ = drafting(Made(tmp_path), 3)
+    runner, rows = core._runner, 4
+    assert isinstance(runner, ModelRunner) and runner.drafting is not None
+    drafter = runner.drafting.passes.drafter
+    with torch.inference_mode(), Logits(DRAFTED, VOCAB) as logits:
+        drafter.logits(torch.zeros(rows, SIZE))
+    assert logits.num_bytes == rows * (DRAFTED + VOCAB) * 4
+    assert logits.num_bytes <= graph_bytes(rows, VOCAB, 4) - graph_bytes(rows, 0, 4)
 
 
 def test_chains_of_graphs_draft_as_passes_do(

@@ -41,15 +41,16 @@ def chain_sizes(most: int) -> list[int]:
     return [1 << power for power in range(min(most, _MOST).bit_length())]
 
 
-def graph_bytes(most: int, vocab: int) -> int:
+def graph_bytes(most: int, vocab: int, itemsize: int) -> int:
     """Return the bytes to reserve for a drafter's CUDA graphs.
 
-    The largest graph's logits are counted in 16 and 32 bits. Graph objects and small buffers are
-    estimated.
+    The largest graph's logits are counted twice: EAGLE-3 copies those of its own vocabulary to
+    those of the whole one. Sampling makes no copy. Graph objects and small buffers are estimated.
 
     most: the maximum number of proposals of a step.
+    itemsize: bytes of a logit, in the model's dtype.
     """
-    return _OBJECTS + max(chain_sizes(most)) * vocab * 8
+    return _OBJECTS + 2 * max(chain_sizes(most)) * vocab * itemsize
 
 
 class Recorder:
