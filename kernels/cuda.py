@@ -27,6 +27,7 @@ from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.routing import Routing
 from kernels.gemm import cublaslt
 from kernels.gemm.cublaslt_tune import tune
+from kernels.gemm.gated import gated, gated_plan
 from kernels.gemm.gemv import GATES, fits, gemv
 from kernels.gemm.packed.candidates import PACKED_LINEAR, LinearCall
 from kernels.gemm.small_m import few_rows, few_rows_fit
@@ -143,6 +144,8 @@ class Cuda(Kernels):
     ) -> Tensor:
         if fits(x) and gate in GATES:
             return gemv(x, weight, bias, norm=norm, eps=eps, gate=gate)
+        if bias is None and (plan := gated_plan(x, weight, gate)):
+            return gated(self.rms_norm(x, norm, eps), weight, gate, plan)
         return super().norm_gated_linear(x, norm, eps, weight, bias, gate)
 
     def linear_add(

@@ -20,6 +20,7 @@ from kernels.attention.prefill import attention_prefill
 from kernels.batch import apply_updates, assemble
 from kernels.dispatch import kernels_for
 from kernels.gemm.deterministic import linear_fixed
+from kernels.gemm.gated import NARROW, WIDE, gated, plan_of
 from kernels.gemm.packed.few import TOKENS as FEW
 from kernels.gemm.packed.few import packed_few
 from kernels.gemm.packed.gemv4 import gemv4
@@ -29,6 +30,7 @@ from kernels.gemm.packed.round_rows import E4M3, round_rows
 from kernels.kv.format import FORMATS
 from kernels.kv.inputs import RopeInputs
 from kernels.kv.quantized import Cache, QuantizedKV
+from kernels.launch.pdl import num_sms
 from kernels.lora import lora_add, lora_gated
 from kernels.metadata import AttentionMeta, RotaryPlaces
 from kernels.packed import E2M1, Format, PackedWeight
@@ -80,6 +82,8 @@ PROMPTS = {
     "1 x 8192": (8192, {}),
 }
 # GEMM -> (outputs, inputs, numbers of rows of x).
+# Sizes of the MLPs of llama-8b, llama-3b and qwen3-14b: outputs of gate and up, inputs.
+GATED = {"8b": (28672, 4096), "3b": (16384, 3072), "14b": (34816, 5120)}
 LINEARS = {
     "8b qkv": ((6144, 4096), (1, 2, 64, 128, 256, 512)),
     "8b o": ((4096, 4096), (1, 2, 64, 128, 256, 512)),
@@ -211,6 +215,27 @@ def linear(s: Sizes, size: int, width: int, rows: int) -> KernelWork:
     ours = [partial(cuda.linear, x, w, None) for w in weights]
     library = [partial(torch.nn.functional.linear, x, w) for w in weights]
     return KernelWork(ours, num_bytes, against="cublas", libraries={"cublas": library})
+
+
+def gated_linear(s: Sizes, size: int, width: int, rows: int) -> KernelWork:
+    """Make a case of an MLP's gated GEMM, beside a tuned GEMM and an activation kernel.
+
+    size: outputs of gate and up together.
+    """
+    operations = 2.0 * rows * size * width
+    weights = [
+        s.random(size, width) for _ in range(copies_for(size * width * s.dtype.itemsize) + 1)
+    ]
+    x = s.random(rows, width)
+    cuda.tune_linear(weights, [rows], add=False)
+    plan = plan_of(NARROW if rows <= NARROW.rows else WIDE, rows, size // 2, num_sms(x.device) // 2)
+    ours = [partial(gated, x, w, "silu", plan) for w in weights]
+    apart = [partial(_gemm_and_silu, x, w) for w in weights]
+    return KernelWork(ours, operations, OPERATIONS, against="apart", libraries={"apart": apart})
+
+
+def _gemm_and_silu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return cuda.silu_mul(cuda.linear(x, weight, None))
 
 
 def form_of(to: str, width: int) -> Format:
@@ -477,12 +502,12 @@ def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> 
     for rows in (1, 256, 8192):
         cases[f"rope and KV write/{rows}"] = partial(rope, s, rows, False)
         cases[f"qk-norm, rope and KV write/{rows}"] = partial(rope, s, rows, True)
-    gated = s._replace(heads=16, kv_heads=2, dim=256)  # sizes of Qwen3-Next
+    next_sizes = s._replace(heads=16, kv_heads=2, dim=256)  # sizes of Qwen3-Next
     for rows in (1, 256, 8192):
         cases[f"qk-norm, rope and KV write beside gates/{rows}"] = partial(
-            rope, gated, rows, True, True
+            rope, next_sizes, rows, True, True
         )
-        cases[f"gated output/{rows}"] = partial(output_gate, gated, rows)
+        cases[f"gated output/{rows}"] = partial(output_gate, next_sizes, rows)
     for rows in (1, 16, 256, 8192):
         cases[f"norm/{rows}"] = partial(norm, s, rows)
         cases[f"silu/{rows}"] = partial(gate, s, rows, "silu")
@@ -496,6 +521,9 @@ def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> 
     for name, ((size, width), counts) in LINEARS.items():
         for rows in counts:
             cases[f"product/{name}/{rows}"] = partial(linear, s, size, width, rows)
+    for name in ("8b", "3b", "14b"):
+        for rows in (96, 128, 256, 512, 1024, 4096):
+            cases[f"gated product/{name}/{rows}"] = partial(gated_linear, s, *GATED[name], rows)
     for to in ("int4", "int8", "w8a8", "fp8", "fp8-block"):
         for name in ("8b qkv", "8b o", "8b gate_up", "8b down"):
             for rows in (1, 2, 8, 16, 32, 64, 256, 1024, 8192):

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kernels.dispatch import kernels_for
-from kernels.gemm import cublaslt, cublaslt_tune, deterministic
+from kernels.gemm import cublaslt, cublaslt_tune, deterministic, gated
 from kernels.gemm.small_m import few_rows
+from kernels.launch import nvrtc
 from tests.kernels.oracle import BOUND, DTYPES, random, row_error
 
 pytestmark = pytest.mark.triton
@@ -125,6 +126,80 @@ def test_fixed_rows_ignore_the_rest(dtype: torch.dtype) -> None:
 
     assert not differ(cuda_deterministic)
     assert differ(cuda)
+
+
+def activation_of(gate: str, wide: torch.Tensor) -> torch.Tensor:
+    """act(first half) * second half in float64."""
+    first, second = wide.chunk(2, dim=1)
+    if gate == "silu":
+        return torch.nn.functional.silu(first) * second
+    return torch.nn.functional.gelu(first, approximate="tanh") * second
+
+
+GATED_SHAPES = [
+    (256, 14336, 512), (70, 72, 200), (128, 1000, 64), (300, 1000, 200), (1100, 3072, 1024),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("gate", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("shape", GATED_SHAPES, ids=str)
+def test_gated(shape: tuple[int, int, int], gate: str, dtype: torch.dtype) -> None:
+    """Rows, outputs or elements that do not fill a tile, a stage that is read too early, a gate and
+    an up projection of different outputs, sums that are not rounded before the activation."""
+    rows, size, depth = shape
+    x, weight = random(rows, depth, dtype=dtype), random(2 * size, depth, dtype=dtype) / 8
+    composed = cuda.GATES[gate](torch.nn.functional.linear(x, weight))
+    ref = activation_of(gate, x.double() @ weight.double().T)
+    for form in (gated.NARROW, gated.WIDE):
+        if rows <= form.rows or form.split_rows:
+            y = gated.gated(x, weight, gate, gated.plan_of(form, rows, size, 66))
+            assert row_error(y, ref) < 1.01 * row_error(composed, ref)
+
+
+@pytest.mark.gpu
+def test_an_mlp_takes_the_gated_product(caplog: pytest.LogCaptureFixture) -> None:
+    """A warning at each start, and the GEMM and the activation one by one, on a GPU that has it."""
+    x, norm = random(256, 2048, dtype=torch.bfloat16), random(2048, dtype=torch.bfloat16)
+    weight = random(16384, 2048, dtype=torch.bfloat16) / 8
+    assert gated.gated_plan(x, weight, "silu")
+    y = cuda.norm_gated_linear(x, norm, 1e-5, weight, None, "silu")
+    wide = cuda.rms_norm(x, norm, 1e-5).double() @ weight.double().T
+    assert row_error(y, activation_of("silu", wide)) < BOUND[torch.bfloat16]
+    assert not caplog.records
+
+
+def test_without_a_compiler_a_gemm_and_an_activation_remain(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A start that ends where torch has no NVRTC."""
+
+    def absent() -> None:
+        raise OSError("libnvrtc.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(nvrtc, "_compiler", absent)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/nonexistent")
+    kernels = gated._Kernels(14336, "silu", torch.bfloat16, torch.device("cpu"))
+    assert not kernels.usable() and not kernels.usable()
+    (record,) = caplog.records
+    assert "libnvrtc" in record.message
+
+
+GATED_ROWS = {
+    64: None, 65: gated.NARROW, 128: gated.NARROW, 129: None, 192: None, 256: gated.WIDE,
+    257: None, 512: gated.WIDE, 8192: gated.WIDE,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "form"), GATED_ROWS.items())
+def test_rows_of_the_gated_product(rows: int, form: gated.Form | None) -> None:
+    """The kernel where most of its last tiles are empty, so that cuBLASLt is up to 1.2 times as
+    fast."""
+    plan = gated._fastest(rows, 14336, 66)
+    assert (plan and plan.form) == form
+    if plan:
+        assert plan.tile == 112
 
 
 @pytest.mark.gpu
