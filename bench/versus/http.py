@@ -37,7 +37,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -306,16 +306,33 @@ def _wait_until_ready(process: subprocess.Popen[bytes], side: str, url: str, log
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGINT to the process and its children (its session), then SIGKILL to the remaining."""
-    for number in (signal.SIGINT, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            return
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            continue
+    """Send SIGINT to the process and its group, then SIGKILL to what remains of its session.
+
+    Ray's workers have process groups of their own. HAProxy outlives the worker that started it.
+    """
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_S)
+    limit = time.monotonic() + STOP_S
+    while (pids := processes_of(process.pid)) and time.monotonic() < limit:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.poll()
+        time.sleep(0.1)
+
+
+def processes_of(session: int) -> list[int]:
+    """Return the ids of a session's processes, except those that have ended."""
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # the process has ended meanwhile
+            # The name, in parentheses, may contain spaces.
+            state, _, _, its_session = path.read_text().rpartition(")")[2].split()[:4]
+            if int(its_session) == session and state not in "ZX":
+                pids.append(int(path.parent.name))
+    return pids
 
 
 def held(port: int) -> str:

@@ -3,7 +3,9 @@ count."""
 
 import argparse
 import contextlib
+import os
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -20,6 +22,7 @@ from bench.versus.http import (
     generate,
     rows_of,
     server,
+    serving,
     whole_load,
 )
 from loadtest.scenario import workloads
@@ -61,6 +64,30 @@ def test_no_side_starts_while_another_answers(monkeypatch: pytest.MonkeyPatch) -
         ):
             pass
     assert versus_http.held(port) != f"port {port}"
+
+
+# A server whose child has a process group of its own and ignores SIGINT, as HAProxy does under Ray.
+WITH_CHILD = """\
+import http.server, subprocess, sys
+child = ("import os, signal, time; os.setpgid(0, 0); signal.signal(signal.SIGINT, signal.SIG_IGN);"
+         "print(os.getpid(), file=open('child', 'w'), flush=True); time.sleep(600)")
+subprocess.Popen([sys.executable, "-c", child])
+http.server.HTTPServer(("127.0.0.1", {port}), http.server.SimpleHTTPRequestHandler).serve_forever()
+"""
+
+
+def test_no_process_outlives_its_server(tmp_path: Path) -> None:
+    """HAProxy stayed behind a killed Ray, and kept the port from the next side."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-c", WITH_CHILD.format(port=port)]
+    url = f"http://127.0.0.1:{port}/child"  # found once the child has written it
+    with serving("side", command, {**os.environ}, url, str(tmp_path)):
+        child = int((tmp_path / "child").read_text())
+        os.kill(child, 0)
+        session = os.getsid(child)
+        assert set(versus_http.processes_of(session)) == {session, child}
+    assert not versus_http.processes_of(session)
 
 
 def args_of(out: Path, **others: Any) -> argparse.Namespace:
