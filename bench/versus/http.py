@@ -11,8 +11,10 @@ for the endpoint.
 `manta loadtest`'s client sends the load, as a closed loop in eight processes. `itl_ms` are gaps
 between chunks, not divided by the chunks' tokens. If any request of a load fails or gets too few
 tokens, the comparison ends. `client` in a line says why the client may have been the bottleneck.
---ray-llm-path is prepended to PYTHONPATH for Ray Serve LLM only, which needs the Ray version of its
-vLLM.
+Ray Serve LLM has the settings of `bench.versus.ray_llm`. --ray-llm-path is prepended to PYTHONPATH
+for it only, if its Ray is not that of the other sides. Ray 2.60 imports
+`vllm.entrypoints.launchers.cli_args`, which vLLM 0.33 has renamed: this pair needs a module of that
+name with `from vllm.entrypoints.common.cli_args import *`.
 
 Each line is saved immediately. The whole run takes up to 16 minutes. If the run is interrupted, a
 server keeps running. For environments that limit a command's duration: with --seconds no side is
@@ -43,6 +45,7 @@ from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from bench.report.result_file import Line, print_ratios, ratio_row, versions_under
+from bench.versus import ray_llm
 from bench.versus.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
 from bench.versus.harness import Harness, Piece, lines_of
 from loadtest.runner import RunOptions, RunResult, Task, run_async
@@ -80,31 +83,6 @@ router:
   replicas: 4
 http:
   port: {port}
-"""
-
-RAY_SERVE_LLM = """\
-import os, sys, time
-import ray
-from ray import serve
-from ray.serve.llm import LLMConfig, build_openai_app
-names = ("VLLM_USE_FLASHINFER_SAMPLER", "HF_HUB_OFFLINE", "PYTHONPATH")
-environment = {{name: os.environ.get(name, "") for name in names}}
-ray.init(num_cpus=os.cpu_count(), num_gpus=1, include_dashboard=False, log_to_driver=False,
-         runtime_env={{"env_vars": environment}})
-config = LLMConfig(
-    model_loading_config={{"model_id": "m", "model_source": {model!r}}},
-    deployment_config={{"num_replicas": 1, "max_ongoing_requests": 4096}},
-    engine_kwargs=dict(load_format="dummy", dtype="bfloat16", max_model_len={max_model_len},
-                       max_num_seqs={max_num_seqs}, gpu_memory_utilization={memory_fraction},
-                       enable_prefix_caching=False),
-    log_engine_metrics=False)
-serve.run(build_openai_app({{"llm_configs": [config]}}), blocking=False)
-print("ray", ray.__version__, flush=True)
-try:
-    time.sleep(3600)
-finally:
-    serve.shutdown()
-    ray.shutdown()
 """
 
 
@@ -204,9 +182,23 @@ def command_of(
         config.write_text(config_text.format(**values))
         return [sys.executable, "-m", "deployments.cli.main", "serve", str(config)]
     if side == "ray-serve-llm":
-        script = folder / "ray_serve_llm.py"
-        script.write_text(RAY_SERVE_LLM.format(**values))
-        return [sys.executable, str(script)]
+        engine = {
+            "load_format": "dummy",
+            "dtype": "bfloat16",
+            "max_model_len": values["max_model_len"],
+            "max_num_seqs": values["max_num_seqs"],
+            "gpu_memory_utilization": values["memory_fraction"],
+            "enable_prefix_caching": False,
+            "disable_log_stats": True,
+        }
+        llm_config = {
+            "model_loading_config": {"model_id": "m", "model_source": model},
+            "deployment_config": {"num_replicas": 1},
+            "engine_kwargs": engine,
+            "log_engine_metrics": False,
+        }
+        devices = {"num_cpus": os.cpu_count(), "num_gpus": 1}
+        return ray_llm.command_of(sys.executable, llm_config, values["port"], devices)
     options = {
         "--load-format": "dummy",
         "--dtype": "bfloat16",
@@ -223,11 +215,13 @@ def command_of(
 
 
 def environment_of(side: str, first_path: str) -> dict[str, str]:
+    """Return the environment of a side's server. Variables of this process replace the defaults."""
     environment = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
+        **(ray_llm.SETTINGS if side == "ray-serve-llm" else {}),
         **os.environ,
     }
     if side == "ray-serve-llm" and first_path:
@@ -466,9 +460,13 @@ def run_side(args: argparse.Namespace, side: str) -> Generator[Line, None, None]
         yield from lines_of(command)
         _wait_until_closed(side, PORT)
         return
-    ran_on = versions_under(environment_of(side, args.ray_llm_path), "ray", *PACKAGES[side])
+    environment = environment_of(side, args.ray_llm_path)
+    ran_on = versions_under(environment, "ray", *PACKAGES[side])
+    started = {"versions": ran_on}
+    if side == "ray-serve-llm":
+        started["environment"] = {name: environment[name] for name in ray_llm.SETTINGS}
     with server(side, args.model, args.ray_llm_path) as ready:
-        yield {"label": side, "ready_s": ready, "versions": ran_on}
+        yield {"label": side, "ready_s": ready, **started}
         whole_load(URL, side, WARM, WARM, "uniform")
         for streams, count in STREAMS.items():
             yield whole_load(URL, side, streams, count, "dialogue")
@@ -488,16 +486,19 @@ def compare(args: argparse.Namespace) -> int:
 
     raw = harness.raw
     rows = rows_of(args.name, raw.all, args.peers)
-    ran = {line["label"]: line["versions"] for line in raw.all if "versions" in line}
-    common = {"prefix_caching": False, "replicas": 1}
+    starts = {line["label"]: line for line in raw.all if "ready_s" in line}
+
+    def config_of(side: str) -> dict[str, Any]:
+        recorded = {name: starts[side].get(name) for name in ("versions", "environment")}
+        return {
+            "prefix_caching": False,
+            "replicas": 1,
+            **{name: value for name, value in recorded.items() if value is not None},
+        }
+
     config: dict[str, Any] = {
-        "ours": {
-            **common,
-            "routers": 4,
-            "queue_seconds": QUEUE_SECONDS,
-            "versions": ran.get("manta"),
-        },
-        "peers": {side: {**common, "versions": ran.get(side)} for side in args.peers},
+        "ours": {**config_of("manta"), "routers": 4, "queue_seconds": QUEUE_SECONDS},
+        "peers": {side: config_of(side) for side in args.peers},
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": MAX_NUM_SEQS,
         "memory_fraction": MEMORY_FRACTION,

@@ -3,6 +3,7 @@ count."""
 
 import argparse
 import contextlib
+import json
 import os
 import socket
 import sys
@@ -15,9 +16,12 @@ from typing import Any
 import pytest
 
 from bench.versus import http as versus_http
+from bench.versus import ray_llm
 from bench.versus.http import (
     STREAMS,
+    command_of,
     compare,
+    environment_of,
     finished,
     generate,
     rows_of,
@@ -90,6 +94,27 @@ def test_no_process_outlives_its_server(tmp_path: Path) -> None:
     assert not versus_http.processes_of(session)
 
 
+def test_ray_serve_llm_has_the_settings_of_its_documentation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer without the settings that its users take; a setting that another side gets, too."""
+    monkeypatch.setenv("PYTHONPATH", "/all")
+    monkeypatch.delenv("RAY_SERVE_ENABLE_HA_PROXY", raising=False)
+    environment = environment_of("ray-serve-llm", "/first")
+    assert environment.items() >= ray_llm.SETTINGS.items()
+    assert environment["PYTHONPATH"] == "/first:/all"
+    assert "RAY_SERVE_ENABLE_HA_PROXY" not in environment_of("manta", "/first")
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "0")
+    assert environment_of("ray-serve-llm", "")["RAY_SERVE_ENABLE_HA_PROXY"] == "0"
+
+    script, options = command_of("ray-serve-llm", "/model", tmp_path, changes={"port": 81})[-2:]
+    assert script == ray_llm.__file__
+    config = json.loads(options)["llm_config"]
+    assert config["model_loading_config"] == {"model_id": "m", "model_source": "/model"}
+    assert config["engine_kwargs"]["max_num_seqs"] == versus_http.MAX_NUM_SEQS
+    assert json.loads(options)["port"] == 81 and json.loads(options)["devices"]["num_gpus"] == 1
+
+
 def args_of(out: Path, **others: Any) -> argparse.Namespace:
     common = {"model": "model", "name": "m", "peers": ["vllm"]}
     return argparse.Namespace(**common, out=out, ray_llm_path="", resume=True, **others)
@@ -114,6 +139,32 @@ def test_no_side_begins_that_would_be_cut_off(
     assert ran == ["offline", "vllm", "manta"] and list(tmp_path.glob("*.json"))
 
 
+def test_a_result_has_each_sides_versions_and_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ratio to a peer of which nobody knows how it was started."""
+
+    def run_side(args: argparse.Namespace, side: str) -> Any:
+        started, *loads = lines_of(side, 1.0)
+        if side != "offline":
+            started["versions"] = {"ray": f"of {side}"}
+        if side == "ray-serve-llm":
+            started["environment"] = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
+        yield from [started, *loads]
+
+    monkeypatch.setattr(versus_http, "run_side", run_side)
+    args = args_of(tmp_path, seconds=9999.0)
+    args.peers = ["vllm", "ray-serve-llm"]
+    assert compare(args) == 0
+    (result,) = tmp_path.glob("*.json")
+    config = json.loads(result.read_text())["config"]
+    assert config["ours"]["versions"] == {"ray": "of manta"} and "environment" not in config["ours"]
+    assert config["peers"]["vllm"]["versions"] == {"ray": "of vllm"}
+    peer = config["peers"]["ray-serve-llm"]
+    assert peer["versions"] == {"ray": "of ray-serve-llm"} and peer["replicas"] == 1
+    assert peer["environment"] == {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
+
+
 @pytest.mark.parametrize("answered, failed", [(724, 300), (724, 0)])
 def test_a_load_that_is_not_whole_is_none(
     monkeypatch: pytest.MonkeyPatch, answered: int, failed: int
@@ -136,12 +187,25 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versus_http, "versions_under", lambda *_: {})
 
 
-def side(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Return the lines of Manta's side, with this server in place of Manta's."""
+def side(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, name: str = "manta"
+) -> list[dict[str, Any]]:
+    """Return a side's lines, with this server in place of its own."""
     monkeypatch.setattr(versus_http, "URL", server.url)
     monkeypatch.setattr(versus_http, "server", lambda *_: contextlib.nullcontext(1.5))
     args = argparse.Namespace(model="model", ray_llm_path="")
-    return list(versus_http.run_side(args, "manta"))
+    return list(versus_http.run_side(args, name))
+
+
+def test_ray_serve_llms_first_line_has_its_settings(
+    small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Settings of the code in a result whose server had others from the environment."""
+    monkeypatch.setenv("RAY_SERVE_THROUGHPUT_OPTIMIZED", "0")
+    with FakeServer(per_chunk=64) as server:
+        started = side(server, monkeypatch, "ray-serve-llm")[0]
+    wanted = {**ray_llm.SETTINGS, "RAY_SERVE_THROUGHPUT_OPTIMIZED": "0"}
+    assert started["environment"] == wanted
 
 
 def test_a_side_is_loaded_by_our_load_tester(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
