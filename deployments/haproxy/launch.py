@@ -1,5 +1,5 @@
-"""The launcher that Serve starts in place of HAProxy: it rewrites the configuration, then execs
-HAProxy."""
+"""The launcher that Serve starts in place of HAProxy: it rewrites the configuration, and becomes
+HAProxy's supervisor."""
 
 import contextlib
 import ctypes
@@ -16,8 +16,15 @@ from pathlib import Path
 from typing import NoReturn
 
 from deployments.environment import edge_settings, haproxy_binary
-from deployments.haproxy.rewrite import rewrite
+from deployments.haproxy.rewrite import admin_socket, rewrite
 from deployments.haproxy.settings import EdgeSettings
+from deployments.haproxy.supervisor import (
+    NOTE,
+    is_listening,
+    own_socket,
+    supervise,
+    why_unsupervised,
+)
 from engine.errors import ConfigError, MantaError
 
 logger = logging.getLogger("manta.app")
@@ -64,12 +71,14 @@ def install(path: str | Path) -> Path:
 
 
 def launch(arguments: Sequence[str]) -> NoReturn:
-    """Rewrite the configuration in place, then replace this process by HAProxy.
+    """Rewrite the configuration in place, then become HAProxy's supervisor, or HAProxy itself if
+    this release of Ray Serve allows no supervisor.
 
     Serve writes the file again before each start. Serve recognises its HAProxy by the pid and by
     the file's name in the arguments, so both remain unchanged.
     """
     parent = os.getppid()
+    unsupervised = why_unsupervised(arguments)
     try:
         settings = EdgeSettings.decode(edge_settings())
         binary = settings.binary or find_haproxy()
@@ -83,7 +92,10 @@ def launch(arguments: Sequence[str]) -> NoReturn:
         _, open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
         if open_files == resource.RLIM_INFINITY:
             open_files = sys.maxsize
-        text = rewrite(path.read_text(), settings, path.parent, open_files)
+        rendered = path.read_text()
+        admin = admin_socket(rendered)
+        own = own_socket(admin)
+        text = rewrite(rendered, settings, path.parent, open_files, admin if unsupervised else own)
         ours = path.with_suffix(".new")
         ours.write_text(text)
         ours.replace(path)
@@ -91,7 +103,17 @@ def launch(arguments: Sequence[str]) -> NoReturn:
         print(f"{_COMPLAINT}{error}", file=sys.stderr)
         sys.exit(1)
     _end_with_parent(parent)
-    os.execv(binary, [binary, *arguments])
+    # A supervised predecessor hands its ports over on HAProxy's own socket.
+    predecessor = {str(admin): str(own)} if is_listening(own) else {}
+    arguments = [predecessor.get(argument, argument) for argument in arguments]
+    if unsupervised:
+        print(
+            f"{NOTE}a HAProxy that dies is missing for some seconds: {unsupervised}",
+            file=sys.stderr,
+            flush=True,
+        )
+        os.execv(binary, [binary, *arguments])
+    sys.exit(supervise(binary, arguments, text, admin))
 
 
 def complaint() -> str:

@@ -20,6 +20,7 @@ _SPARE_FILES = 256  # number of open files besides connections: listeners, check
 _MAX_HEADERS = 1024
 # Share of the maximum number of connections above which requests get an error response.
 _SHED = 0.95
+_STATS_SOCKET = r"stats socket (\S+) mode 666 (level admin expose-fd listeners)"
 
 
 class TemplateChanged(MantaError):
@@ -29,11 +30,24 @@ class TemplateChanged(MantaError):
     code = "haproxy_template_changed"
 
 
-def rewrite(text: str, settings: EdgeSettings, folder: Path, open_files: int) -> str:
+def admin_socket(text: str) -> Path:
+    """Return the path of the socket on which Serve sends commands to HAProxy.
+
+    text: the configuration that Serve has rendered.
+
+    Raises TemplateChanged.
+    """
+    return Path(_HaproxyFile(text).section("global").match(_STATS_SOCKET)[1])
+
+
+def rewrite(
+    text: str, settings: EdgeSettings, folder: Path, open_files: int, commands: Path
+) -> str:
     """Return the rewritten HAProxy configuration. text: the configuration that Serve has rendered.
 
     folder: folder for error responses and the certificate, private to this process.
     open_files: limit of the process's open files.
+    commands: path of the socket on which HAProxy takes commands.
 
     Raises TemplateChanged; OSError if a file cannot be read or written.
     """
@@ -41,10 +55,7 @@ def rewrite(text: str, settings: EdgeSettings, folder: Path, open_files: int) ->
     connections = max(1, min(settings.connections, (open_files - _SPARE_FILES) * 2 // 5))
     file = _HaproxyFile(text)
     main = file.section("global")
-    main.change(
-        r"stats socket (\S+) mode 666 (level admin expose-fd listeners)",
-        r"stats socket \1 mode 600 \2",
-    )
+    main.change(_STATS_SOCKET, rf"stats socket {commands} mode 600 \2")
     main.change(r"maxconn \d+", f"maxconn {connections}")
     # A new connection wakes all threads, so more threads than cores only cost time.
     threads = min(int(main.match(r"nbthread (\d+)")[1]), len(os.sched_getaffinity(0)))

@@ -62,12 +62,12 @@ def idle(live: Live) -> bool:
     )
 
 
-def until(condition: Any, seconds: float) -> float:
+def until(condition: Any, seconds: float, every: float = 0.1) -> float:
     """Wait until `condition` is true, and return the seconds that it took."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() < began + seconds, "it did not come to pass"
-        time.sleep(0.1)
+        time.sleep(every)
     return time.monotonic() - began
 
 
@@ -148,7 +148,7 @@ def test_the_edge_is_killed_and_comes_back(
         for answer in await asyncio.gather(*others):
             assert answer.outcome == right.outcome, "a connection that was not the edge's"
         while (await ask(live.port, BODY)).outcome != right.outcome:
-            # 4 to 14 s on two quiet cores; one that stays away is away for good
+            # manager: 4 to 14 s on two quiet cores; one that stays away is away for good
             assert time.monotonic() < began + 40, "the edge did not come back"
             await asyncio.sleep(0.2)
         assert {answer.pid for answer in instance.find("router")} == before, "others were touched"
@@ -157,6 +157,34 @@ def test_the_edge_is_killed_and_comes_back(
     took = asyncio.run(case())
     print(f"{target}: a whole answer again {took:.1f} s after the kill")
     until(lambda: idle(live), 20)
+
+
+def test_a_killed_haproxy_is_missed_for_less_than_a_second(
+    live: Live, instance: ServerInstance
+) -> None:
+    """Bug: connections were refused for 5.5 s, until Serve had noticed three times that HAProxy was
+    dead and had replaced its actor."""
+    until(lambda: idle(live), 40)
+    managers = instance.find("manager")
+    gaps = []
+    for _ in range(3):
+        (victim,) = instance.find("haproxy")
+        victim.send(signal.SIGKILL)
+        gaps.append(until(lambda: answers(live), 10, every=0.01))
+    time.sleep(4)  # Serve polls each second, and replaces its actor after three failures
+    assert answers(live)
+    print(f"killed: an answer again after {', '.join(f'{gap:.2f} s' for gap in gaps)}")
+    assert instance.find("manager") == managers, "Serve noticed"
+    assert sorted(gaps)[1] < 1  # 0.06 s on two quiet cores
+    until(lambda: idle(live), 20)
+
+
+def answers(live: Live) -> bool:
+    """Return whether a new connection gets an answer."""
+    try:
+        return live.get("/v1/models")[0] == 200
+    except OSError:
+        return False
 
 
 def test_a_client_that_goes_on_loses_nothing(live: Live, instance: ServerInstance) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,11 @@ from deployments.haproxy.launch import install
 from deployments.haproxy.settings import EdgeSettings
 
 ROOT = Path(__file__).parents[3]
+
+
+def child_of(pid: int) -> int:
+    """Return the pid of the only child of a process."""
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
 
 
 def free_port() -> int:
@@ -66,9 +71,16 @@ def served(folder: Path, port: int, routers: list[int], client_seconds: int = 35
 
 @dataclass
 class Edge:
+    """A running edge. process: HAProxy's supervisor, which Serve's actor would start."""
+
     port: int
     folder: Path
     process: "subprocess.Popen[bytes]"
+
+    @property
+    def haproxy(self) -> int:
+        """HAProxy's pid."""
+        return child_of(self.process.pid)
 
     async def connect(
         self, source: str = "127.0.0.1", at: str = "127.0.0.1"
@@ -107,11 +119,14 @@ def running(
     client_seconds: int = 35,
     open_files: int = 0,
     at: str = "127.0.0.1",
+    options: Sequence[str] = (),
 ) -> Iterator[Edge]:
+    """Run the edge. options: further options of HAProxy."""
     with tempfile.TemporaryDirectory(prefix="h") as name:  # short, as socket paths are limited
         folder, port = Path(name), free_port()
         served(folder, port, routers, client_seconds)
         command, environment = launcher(folder, settings)
+        command += options
         if open_files:
             command = ["sh", "-c", f'ulimit -n {open_files}; exec "$@"', "sh", *command]
         with (folder / "stderr").open("wb") as errors:

@@ -70,7 +70,7 @@ async def test_statistics_and_admin_socket_are_nobody_elses(router: int) -> None
     that every user of the machine may write to."""
     with running(EdgeSettings(), [router]) as edge:
         sockets = set()
-        for entry in Path(f"/proc/{edge.process.pid}/fd").iterdir():
+        for entry in Path(f"/proc/{edge.haproxy}/fd").iterdir():
             with contextlib.suppress(OSError):  # it was closed meanwhile
                 sockets.add(os.readlink(entry))
         own = [listener for listener in listeners() if f"socket:[{listener.inode}]" in sockets]

@@ -15,6 +15,10 @@ from tests.deployments.haproxy.edge import launcher, served
 SETTINGS = EdgeSettings(host="::")
 
 
+def rewritten(text: str, folder: Path) -> str:
+    return rewrite(text, SETTINGS, folder, 65536, folder / "cli.sock")
+
+
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> str:
     return served(tmp_path_factory.mktemp("serve"), 8000, [30000]).read_text()
@@ -22,7 +26,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_streams_cost_haproxy_nothing_more(template: str, tmp_path: Path) -> None:
     """Bug: a filter, a log or a rule on each chunk of an answer."""
-    before, after = template.splitlines(), rewrite(template, SETTINGS, tmp_path, 65536).splitlines()
+    before, after = template.splitlines(), rewritten(template, tmp_path).splitlines()
     new = {line.strip() for line in after} - {line.strip() for line in before}
     on_answers = (
         "filter",
@@ -70,13 +74,13 @@ def test_a_template_that_has_changed_is_refused(
     }
     lines[index] = new[change]
     with pytest.raises(TemplateChanged, match="another release of Manta"):
-        rewrite("".join(lines), SETTINGS, tmp_path, 65536)
+        rewritten("".join(lines), tmp_path)
 
 
 def test_a_listener_that_nobody_knows_is_refused(template: str, tmp_path: Path) -> None:
     """Bug: a port that a newer Ray opens on all interfaces goes unnoticed."""
     with pytest.raises(TemplateChanged, match="4 listeners"):
-        rewrite(f"{template}frontend new\n    bind *:9000\n", SETTINGS, tmp_path, 65536)
+        rewritten(f"{template}frontend new\n    bind *:9000\n", tmp_path)
 
 
 def test_why_haproxy_did_not_start_is_told(
