@@ -250,3 +250,7 @@ class Backend(Protocol):
     def ready(self) -> bool:
         """Whether at least one replica can take requests."""
         ...
+
+    def starting(self) -> bool:
+        """Whether no model has had a replica yet, nor gets one for the next request."""
+        ...

@@ -172,6 +172,7 @@ class FakeBackend:
         self.errors: dict[int, MantaError] = {}
         self.refuse: MantaError | None = None
         self.is_ready = True
+        self.is_starting = False
         self.draining = False
         self.live: set[FakeGeneration] = set()
         self.aborts: list[FakeGeneration] = []
@@ -249,6 +250,9 @@ class FakeBackend:
 
     def ready(self) -> bool:
         return self.is_ready
+
+    def starting(self) -> bool:
+        return self.is_starting
 
     def deltas(self, request: GenerationRequest, choice: int) -> list[Delta]:
         """Return the deltas of one choice as an engine returns them, before the router searches

@@ -13,6 +13,7 @@ from deployments.api.http.json_body import JsonObject
 from deployments.api.options import ModelChanges
 from deployments.api.route import LIST, NAMES, READS, RouteTable
 from deployments.api.served_model import find_model
+from deployments.api.services.server import unready
 from deployments.backend import ModelCard
 from engine.errors import ConfigError
 from engine.images.processor import clips_of
@@ -27,6 +28,13 @@ _MOST_LISTED = 1000
 
 @ROUTES.get(PATH, "What is served", LIST, statuses=(503,))
 async def models(context: ApiContext, exchange: HttpExchange) -> object:
+    """List the models. Raises ApiError 503 while the only model of the endpoint starts or drains.
+
+    Clients wait for this answer, and send requests then. With several models each has a status.
+    """
+    backend = context.backend
+    if context.options.models is None and (backend.starting() or backend.state().draining):
+        raise unready(context)
     await context.backend.adapters.refresh()
     may_use = exchange.caller.may_use
     served = [card for card in context.backend.models().values() if may_use(card.id)]

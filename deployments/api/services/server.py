@@ -41,11 +41,16 @@ async def health(context: ApiContext, exchange: HttpExchange) -> object:
 async def ready(context: ApiContext, exchange: HttpExchange) -> object:
     """Answer 200 if a replica accepts requests. Raises ApiError 503 otherwise."""
     if not context.backend.ready():
-        code, message = "not_ready", "no engine replica can take requests yet"
-        if context.backend.state().draining:
-            code, message = "draining", DRAINING
-        raise ApiError(503, code, message, retry_after=1)
+        raise unready(context)
     return {"status": "ready"}
+
+
+def unready(context: ApiContext) -> ApiError:
+    """Return the error of a router that takes no requests: it starts or drains."""
+    code, message = "not_ready", "no engine replica can take requests yet"
+    if context.backend.state().draining:
+        code, message = "draining", DRAINING
+    return ApiError(503, code, message, retry_after=1)
 
 
 @ABOUT.get("/metrics", "Prometheus text", kinds=(PLAIN,))

@@ -55,6 +55,11 @@ class Waking:
         return self._guess is not None and self._empty and self._was_there
 
     @property
+    def starting(self) -> bool:
+        """Whether the model has had no replica yet, and none starts for the next request."""
+        return not self._was_there and (self._guess is None or not self._empty)
+
+    @property
     def _waits(self) -> bool:
         return self._task is not None and not self._task.done()
 

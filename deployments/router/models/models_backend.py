@@ -168,6 +168,9 @@ class ModelsBackend:
     def ready(self) -> bool:
         return any(dispatcher.ready() for dispatcher in self.dispatchers.values())
 
+    def starting(self) -> bool:
+        return all(dispatcher.waking.starting for dispatcher in self.dispatchers.values())
+
     # -- for the router
 
     @property

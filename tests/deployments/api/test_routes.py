@@ -31,7 +31,7 @@ def test_tokenize_and_back(client: Client) -> None:
 
 def test_health_ready_metrics_models(backend: FakeBackend) -> None:
     """Live is not ready; HEAD as GET; models by name, with a slash too. A service that is to stop
-    said that no replica can take requests *yet*."""
+    said that no replica can take requests *yet*. /v1/models answered seconds before chats."""
 
     async def figures() -> str:
         return "manta_up 1\n"
@@ -47,7 +47,15 @@ def test_health_ready_metrics_models(backend: FakeBackend) -> None:
     error = ready.json()["error"]
     assert (ready.status, ready.header("retry-after")) == (503, "1")
     assert (error["code"], error["message"]) == ("draining", "the service is about to stop")
-    backend.is_ready, backend.draining = True, False
+    models = run(client.request("GET", "/v1/models"))
+    assert (models.status, models.json()["error"]["code"]) == (503, "draining")
+    backend.is_ready, backend.draining, backend.is_starting = False, False, True
+    models = run(client.request("GET", "/v1/models"))
+    assert (models.status, models.header("retry-after")) == (503, "1")
+    assert models.json()["error"]["code"] == "not_ready"
+    backend.is_starting = False
+    assert run(client.request("GET", "/v1/models")).status == 200, "chats wait for a replica"
+    backend.is_ready = True
     assert run(client.request("GET", "/ready")).status == 200
     metrics = run(client.request("GET", "/metrics"))
     assert metrics.body == b"manta_up 1\n"

@@ -166,6 +166,22 @@ async def test_an_endpoint_that_sleeps_takes_requests(monkeypatch: pytest.Monkey
     front.close()
 
 
+@pytest.mark.parametrize("start_seconds", [None, 60.0])
+async def test_a_model_starts_once(start_seconds: float | None) -> None:
+    """`/v1/models` answers while no chat is taken yet; or does not while the model sleeps, or its
+    replicas come back, and chats wait for them."""
+    front = ModelsBackend("router", several=False)
+    router = dispatcher(Waking("m", start_seconds, Asked()))
+    front.set_dispatcher("m", router, 1.0)
+    assert front.starting()
+    router.set_replicas({})
+    assert front.starting() == (start_seconds is None), "a request wakes what may sleep"
+    router.waking.replicas(1)
+    router.waking.replicas(0)
+    assert not front.starting()
+    front.close()
+
+
 @pytest.mark.parametrize(
     ("pools", "seconds"),
     [
