@@ -225,11 +225,13 @@ class CudaKernel:
     def __call__(self, blocks: int, *arguments: _Array | Tensor) -> None:
         """Launch the kernel on the current stream, with pointers to tensors, and arrays' values.
 
-        Nothing is launched while kernels are collected (`Compilers.collecting`). `load` must have
-        been called.
+        Nothing is launched while kernels are collected (`Compilers.collecting`). Raises what `load`
+        raises, if that was not called before.
         """
         if Compilers.is_collecting:
             return
+        if self._function is None:
+            self.load()
         values = [
             ctypes.c_void_p(value.data_ptr()) if isinstance(value, Tensor) else value
             for value in arguments
