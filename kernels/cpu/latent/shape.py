@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.cpu.codegen.compiler import check
 from kernels.cpu.codegen.processor import CompilerUnavailable, dot_bf16, lanes
 
 NAMES = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"}
@@ -51,6 +52,7 @@ def fits(q: Tensor, rank: int, rope: int) -> bool:
     q: [n, heads, nope + rope].
     """
     try:
+        check()
         size = lanes()
     except CompilerUnavailable:
         return False

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels.cpu.codegen.processor import CompilerUnavailable, lanes
 from kernels.cpu.latent import prefill
+from kernels.cpu.latent import shape as latent_shape
 from kernels.cpu.latent.shape import LatentShape, shape_of
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
@@ -81,6 +82,20 @@ class Step:
 def row_error(found: Tensor, want: Tensor) -> float:
     error = (found.double() - want).norm(dim=-1) / want.norm(dim=-1)
     return float(error.nan_to_num(nan=float("inf")).max())
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_machine_without_a_compiler(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: an assertion, as with Triton 3.6, whose library hides its compiler on any processor."""
+
+    def none() -> None:
+        raise CompilerUnavailable("none here")
+
+    monkeypatch.setattr(latent_shape, "check", none)
+    step = Step(*SIZES[0])
+    assert shape_of(step.q, step.cache, step.up) is None
+    q, outputs = step.run(kernels_for("cpu", deterministic), step.cache, step.up)
+    assert row_error(outputs, step.want(q, step.cache, step.up)) < 1e-5
 
 
 @pytest.mark.parametrize("how", ["chunks", "pairs", "deterministic"])
