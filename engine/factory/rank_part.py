@@ -113,7 +113,8 @@ def build_part(
     else:
         torch.set_num_threads(resolved.num_threads)
     place = open_place(device, _handed_on(resolved), config.deterministic)
-    kernels = kernels_for(device.type, config.deterministic)
+    encodes_beside = resolved.model.vision is not None
+    kernels = kernels_for(device.type, config.deterministic, shared=encodes_beside)
     phases.end("device")
 
     phases.start("weights")
