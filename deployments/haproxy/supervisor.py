@@ -26,6 +26,7 @@ from types import FrameType
 NOTE = "manta-edge: "  # beginning of a line on stderr that is no reason for a failed start
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.01
+_LEAST_SECONDS = 0.2  # between two starts, so that a HAProxy that ends at once takes no whole core
 # Longer than Serve's own patience of 5 s, so that Serve sees a HAProxy that hangs.
 _REPLY_SECONDS = 6.0
 _COMMAND_SECONDS = 1.0
@@ -90,6 +91,7 @@ class _Supervisor:
         self._admin = admin
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._child = 0
+        self._started = 0.0  # when HAProxy was last started
         self._stopping = False
 
     def run(self) -> int:
@@ -111,6 +113,7 @@ class _Supervisor:
 
     def _start(self) -> int | None:
         """Start HAProxy and wait until it listens; return its exit code if it has ended instead."""
+        self._started = time.monotonic()
         parent = os.getpid()
         child = os.fork()
         if child == 0:
@@ -139,6 +142,8 @@ class _Supervisor:
         _, status = os.waitpid(dead, 0)
         self._child = 0
         code = os.waitstatus_to_exitcode(status)
+        if not self._stopping and code != 0:
+            time.sleep(max(0.0, self._started + _LEAST_SECONDS - began))
         if self._stopping or code == 0:
             return code
         failed = self._start()

@@ -96,6 +96,17 @@ async def test_a_killed_haproxy_is_started_again(router: int) -> None:
         assert f"{NOTE}HAProxy {dead} ended with -11, it was started again" in errors
 
 
+async def test_a_haproxy_that_dies_at_once_takes_no_core(router: int) -> None:
+    """Bug: a start, and a line of the log, as often as the machine can."""
+    with running(EdgeSettings(), [router]) as edge:
+        began = time.monotonic()
+        for _ in range(4):
+            await settled(lambda: served_pid(edge))
+            os.kill(edge.haproxy, signal.SIGKILL)
+            await back(edge)
+        assert time.monotonic() - began > 3 * 0.2
+
+
 async def test_a_stop_is_a_stop(router: int) -> None:
     """Bug: a HAProxy that Serve has stopped comes back, or ends without its streams."""
     with running(EdgeSettings(), [router]) as edge:
