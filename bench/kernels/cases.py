@@ -20,7 +20,7 @@ from kernels.attention.prefill import attention_prefill
 from kernels.batch import apply_updates, assemble
 from kernels.dispatch import kernels_for
 from kernels.gemm.deterministic import linear_fixed
-from kernels.gemm.gated import NARROW, WIDE, gated, plan_of
+from kernels.gemm.gated import gated, plan_of
 from kernels.gemm.packed.few import TOKENS as FEW
 from kernels.gemm.packed.few import packed_few
 from kernels.gemm.packed.gemv4 import gemv4
@@ -228,7 +228,7 @@ def gated_linear(s: Sizes, size: int, width: int, rows: int) -> KernelWork:
     ]
     x = s.random(rows, width)
     cuda.tune_linear(weights, [rows], add=False)
-    plan = plan_of(NARROW if rows <= NARROW.rows else WIDE, rows, size // 2, num_sms(x.device) // 2)
+    plan = plan_of(rows > 128, rows, size // 2, num_sms(x.device) // 2)
     ours = [partial(gated, x, w, "silu", plan) for w in weights]
     apart = [partial(_gemm_and_silu, x, w) for w in weights]
     return KernelWork(ours, operations, OPERATIONS, against="apart", libraries={"apart": apart})

@@ -1,24 +1,26 @@
 // The gated GEMM of an MLP on Hopper: y = act(x @ gate.T) * (x @ up.T).
 //
 // weight [2 * size, depth] has the rows of `gate`, then those of `up`; x is [rows, depth], y is
-// [rows, size]. A block computes 64 rows and TILE outputs in each of GROUPS warpgroups. Two blocks, a
+// [rows, size]. A block computes 64 rows and TILE outputs in each of two warpgroups. Two blocks, a
 // cluster, share what both read; the tensor memory accelerator copies it to the shared memory of both
 // (multicast), half of it for each block's request:
 //
 //     SPLIT_ROWS    the blocks compute the same outputs of different rows, and share weights: a weight
-//                   leaves the L2 cache once for 128 * GROUPS rows
-//     otherwise     the blocks compute different outputs of the same rows, at most 64 * GROUPS, and
-//                   share x
+//                   leaves the L2 cache once for 256 rows
+//     otherwise     the blocks compute different outputs of the same rows, at most 128, and share x
 //
 // One more warpgroup, the producer, issues the copies, up to STAGES ahead, also those of the next
 // tile while this tile's activation is computed. A cluster takes one tile after the other (a
 // persistent kernel). The producer reads weights before the previous kernel has ended (programmatic
 // dependent launch).
 //
-// kernels/gemm/gated.py defines the names in capitals, `logit_of` (the activation is gate *
-// logistic(logit_of(gate))), `rounded` (two floats to two 16-bit numbers), `low_of` and `high_of`
-// (such numbers to floats), and `multiply_add`, whose number of registers depends on TILE.
+// kernels/gemm/gated.py defines TILE, STAGES, SPLIT_ROWS and BAND, `logit_of` (the activation is
+// gate * logistic(logit_of(gate))), `rounded` (two floats to two 16-bit numbers), `low_of` and
+// `high_of` (such numbers to floats), and `multiply_add`, whose number of registers depends on TILE.
 
+constexpr int GROUPS = 2;                // computing warpgroups
+constexpr int REGISTERS = 232;           // of a computing thread
+constexpr int PRODUCER_REGISTERS = 40;   // of a thread of the producer
 constexpr int ROWS = 64 * GROUPS;        // rows of a block
 constexpr int BOX = 32;                  // rows of x that are copied at once
 constexpr int DEPTH = 64;                // elements of a row in a stage: 128 bytes, swizzled

@@ -1,15 +1,15 @@
 """The gated GEMM of an MLP on Hopper: act(x @ gate.T) * (x @ up.T) in one kernel.
 
-The kernel is in CUDA C++ (gated.cu). Compared with cuBLASLt's fastest algorithm and an activation
-kernel it saves writing and reading the GEMM's result. Its tile of 128 x 224 (TILE 112), which
-neither has a size that is a power of two nor is one of cuBLASLt's, fills an H200's 132
-multiprocessors evenly where a model has 14,336 outputs. A cluster of two multiprocessors reads a
-weight once for 256 rows.
+The kernel is in CUDA C++ (gated.cu). A GEMM and an activation kernel write the GEMM's result and
+read it again. The kernel has tiles that fill the multiprocessors evenly, also those that Triton
+cannot have (powers of two) or cuBLASLt has not: 112 of llama-8b's 14,336 outputs for each of an
+H200's 128 blocks. Two blocks, a cluster, share what both read.
 
-Microseconds on one H200, size 14,336, depth 4,096, weights not in the L2 cache:
+Microseconds on one H200, 14,336 outputs, 4,096 inputs, weights not in the L2 cache:
 
     rows    here   cuBLASLt, tuned, and the activation
-     224    82.5    89.2
+      96    62.9    65.8
+     128    63.6    69.2
      256    82.9    90.9
      512   157.1   164.5
     1,024  308.4   317.1
@@ -31,34 +31,14 @@ from kernels.launch.pdl import num_sms
 
 logger = logging.getLogger("manta.kernels")
 
-_BOX, _DEPTH = 32, 64  # gated.cu: BOX and DEPTH
+# gated.cu: rows of a block, threads of a block, BOX and DEPTH
+_ROWS, _THREADS, _BOX, _DEPTH = 128, 384, 32, 64
 _SHARED = 227 * 1024 - 1024 - 256  # bytes of shared memory for stages: alignment, barriers
 _BAND = 8  # blocks of rows that share a tile of weights, so that the L2 cache has both
 
 
-class Form(NamedTuple):
-    """A form of the kernel.
-
-    groups: computing warpgroups of a block, of 64 rows each.
-    split_rows: whether the two blocks of a cluster have different rows; else different outputs.
-    registers: registers of a computing thread; producer_registers: of one of the producer's.
-    """
-
-    groups: int
-    split_rows: bool
-    registers: int
-    producer_registers: int
-
-    @property
-    def rows(self) -> int:
-        """The rows of a cluster's tile."""
-        return 64 * self.groups * (1 + self.split_rows)
-
-
 _LEAST_USED = 0.93  # share of computed outputs that must be wanted; below, cuBLASLt is faster
 _LEAST_BYTES = 32 << 20  # of a weight; a smaller one is read before a cluster has begun
-NARROW = Form(2, False, 232, 40)  # for one block of rows
-WIDE = Form(2, True, 232, 40)
 _TILES = tuple(range(16, 129, 8))  # outputs of a block's tile
 
 # Activation -> logit_of(x): it is x times the logistic function of this.
@@ -73,7 +53,16 @@ _TO_FLOAT = {
 }
 
 
-def _definitions(form: Form, tile: int, stages: int, gate: str, dtype: torch.dtype) -> str:
+def _stage_bytes(tile: int) -> int:
+    return (_ROWS + 2 * tile) * _DEPTH * 2
+
+
+def _stages(tile: int) -> int:
+    """Return the number of stages that fit into shared memory."""
+    return _SHARED // _stage_bytes(tile)
+
+
+def _definitions(split_rows: bool, tile: int, gate: str, dtype: torch.dtype) -> str:
     """Return what gated.cu expects to be defined before it."""
     name = _NAMES[dtype]
     low, high = _TO_FLOAT[dtype]
@@ -81,12 +70,9 @@ def _definitions(form: Form, tile: int, stages: int, gate: str, dtype: torch.dty
     sums = ", ".join(f'"+f"(sums[{i}])' for i in range(tile))
     return f"""
 #define TILE {tile}
-#define STAGES {stages}
+#define STAGES {_stages(tile)}
 #define BAND {_BAND}
-#define GROUPS {form.groups}
-#define SPLIT_ROWS {int(form.split_rows)}
-#define REGISTERS {form.registers}
-#define PRODUCER_REGISTERS {form.producer_registers}
+#define SPLIT_ROWS {int(split_rows)}
 __device__ inline float from_half(unsigned bits) {{
     float value;
     asm("{{.reg .b16 half; cvt.u16.u32 half, %1; cvt.f32.f16 %0, half;}}"
@@ -115,30 +101,32 @@ __device__ inline void multiply_add(
 class Plan(NamedTuple):
     """How a product is computed.
 
+    split_rows: whether the two blocks of a cluster have different rows; else different outputs.
     tile: outputs of a block's tile. clusters: clusters of two blocks that run at once.
     row_blocks, column_blocks: numbers of clusters' tiles.
     """
 
-    form: Form
+    split_rows: bool
     tile: int
     clusters: int
     row_blocks: int
     column_blocks: int
 
 
-def plan_of(form: Form, rows: int, size: int, clusters: int) -> Plan:
-    """Return the plan of a form, with the tile of outputs that takes the least time.
+def plan_of(split_rows: bool, rows: int, size: int, clusters: int) -> Plan:
+    """Return the plan with the tile of outputs that takes the least time.
 
+    split_rows: must be True for more than 128 rows.
     clusters: clusters of two blocks that can run at once.
     """
-    width = 1 if form.split_rows else 2  # tiles of outputs in a cluster's tile
+    height, width = (2, 1) if split_rows else (1, 2)  # blocks of a cluster
 
     # A tile takes about as long as it has outputs, and a little longer for its rows of x.
     def cost(tile: int) -> int:
         return cdiv(cdiv(size, width * tile), clusters) * (tile + 4)
 
     tile = min(reversed(_TILES), key=cost)
-    return Plan(form, tile, clusters, cdiv(rows, form.rows), cdiv(size, width * tile))
+    return Plan(split_rows, tile, clusters, cdiv(rows, height * _ROWS), cdiv(size, width * tile))
 
 
 @cache
@@ -146,36 +134,32 @@ def _fastest(rows: int, size: int, clusters: int) -> Plan | None:
     """Return the fastest form's plan, or None if cuBLASLt and an activation are faster."""
     if rows <= 64:
         return None  # reading the weights takes all of the time
-    form = NARROW if rows <= NARROW.rows else WIDE
-    plan = plan_of(form, rows, size, clusters)
+    plan = plan_of(rows > _ROWS, rows, size, clusters)
     waves = cdiv(plan.row_blocks * plan.column_blocks, clusters)
-    computed = waves * clusters * form.rows * plan.tile
-    if form.split_rows and rows * size < _LEAST_USED * computed:
+    computed = waves * clusters * 2 * _ROWS * plan.tile
+    if plan.split_rows and rows * size < _LEAST_USED * computed:
         return None
     return plan
 
 
 def _make(plan: Plan, gate: str, dtype: torch.dtype, device: torch.device) -> CudaKernel:
-    form, tile = plan.form, plan.tile
-    stage_bytes = (64 * form.groups + 2 * tile) * _DEPTH * 2
-    stages = _SHARED // stage_bytes
-    source = _definitions(form, tile, stages, gate, dtype)
+    source = _definitions(plan.split_rows, plan.tile, gate, dtype)
     source += Path(__file__).with_suffix(".cu").read_text()
-    threads, shared_bytes = 128 * (form.groups + 1), 1024 + stages * stage_bytes
-    return CudaKernel(source, "sm_90a", "gated_gemm", device, threads, shared_bytes)
+    shared_bytes = 1024 + _stages(plan.tile) * _stage_bytes(plan.tile)
+    return CudaKernel(source, "sm_90a", "gated_gemm", device, _THREADS, shared_bytes)
 
 
 class _Kernels:
     """The kernels of one size, activation and dtype on a device, compiled when they are first
-    needed.
+    needed: for at most 128 rows, and for more.
 
-    Both forms are compiled at once, as a start may launch one of them only.
+    Both are compiled at once, as a start may launch one of them only.
     """
 
     def __init__(self, size: int, gate: str, dtype: torch.dtype, device: torch.device) -> None:
         clusters = num_sms(device) // 2
-        plans = (plan_of(form, 1, size, clusters) for form in (NARROW, WIDE))
-        self.by_form = {plan.form: _make(plan, gate, dtype, device) for plan in plans}
+        plans = [plan_of(split_rows, 1, size, clusters) for split_rows in (False, True)]
+        self.pair = [_make(plan, gate, dtype, device) for plan in plans]
         self._loaded: bool | None = None
 
     def usable(self) -> bool:
@@ -187,7 +171,7 @@ class _Kernels:
             return True
         if self._loaded is None:
             try:
-                for kernel in self.by_form.values():
+                for kernel in self.pair:
                     kernel.load()
                 self._loaded = True
             except (OSError, AttributeError, CudaError) as error:
@@ -227,7 +211,7 @@ def gated(x: Tensor, weight: Tensor, gate: str, plan: Plan) -> Tensor:
     rows, depth = x.shape
     size = weight.shape[0] // 2
     assert x.is_contiguous() and weight.is_contiguous()
-    kernel = _kernels(size, gate, x.dtype, x.device).by_form[plan.form]
+    kernel = _kernels(size, gate, x.dtype, x.device).pair[plan.split_rows]
     y = x.new_empty(rows, size)
     kernel(
         2 * min(plan.clusters, plan.row_blocks * plan.column_blocks),

@@ -152,10 +152,9 @@ def test_gated(shape: tuple[int, int, int], gate: str, dtype: torch.dtype) -> No
     x, weight = random(rows, depth, dtype=dtype), random(2 * size, depth, dtype=dtype) / 8
     composed = cuda.GATES[gate](torch.nn.functional.linear(x, weight))
     ref = activation_of(gate, x.double() @ weight.double().T)
-    for form in (gated.NARROW, gated.WIDE):
-        if rows <= form.rows or form.split_rows:
-            y = gated.gated(x, weight, gate, gated.plan_of(form, rows, size, 66))
-            assert row_error(y, ref) < 1.01 * row_error(composed, ref)
+    for split_rows in (True,) if rows > 128 else (False, True):
+        y = gated.gated(x, weight, gate, gated.plan_of(split_rows, rows, size, 66))
+        assert row_error(y, ref) < 1.01 * row_error(composed, ref)
 
 
 @pytest.mark.gpu
@@ -193,18 +192,18 @@ def test_without_a_compiler_a_gemm_and_an_activation_remain(
     assert "libnvrtc" in record.message
 
 
-GATED_ROWS = {
-    64: None, 65: gated.NARROW, 128: gated.NARROW, 129: None, 192: None, 256: gated.WIDE,
-    257: None, 512: gated.WIDE, 8192: gated.WIDE,
-}  # fmt: skip
+GATED_ROWS = {  # rows -> whether they are split in a cluster
+    **{64: None, 65: False, 128: False, 129: None, 192: None},
+    **{256: True, 257: None, 512: True, 8192: True},
+}
 
 
-@pytest.mark.parametrize(("rows", "form"), GATED_ROWS.items())
-def test_rows_of_the_gated_product(rows: int, form: gated.Form | None) -> None:
+@pytest.mark.parametrize(("rows", "split_rows"), GATED_ROWS.items())
+def test_rows_of_the_gated_product(rows: int, split_rows: bool | None) -> None:
     """The kernel where most of its last tiles are empty, so that cuBLASLt is up to 1.2 times as
     fast."""
     plan = gated._fastest(rows, 14336, 66)
-    assert (plan and plan.form) == form
+    assert (plan and plan.split_rows) == split_rows
     if plan:
         assert plan.tile == 112
 
