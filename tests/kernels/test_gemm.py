@@ -193,8 +193,15 @@ def test_without_a_compiler_a_gemm_and_an_activation_remain(
 
 
 GATED_ROWS = {  # rows -> whether they are split in a cluster
-    **{64: None, 65: False, 128: False, 129: None, 192: None},
-    **{256: True, 257: None, 512: True, 8192: True},
+    64: None,
+    65: False,
+    128: False,
+    129: None,
+    192: None,
+    256: True,
+    257: None,
+    512: True,
+    8192: True,
 }
 
 
