@@ -275,6 +275,10 @@ class Dispatcher:
         """Whether the model accepts requests: it has a replica, or the next request starts one."""
         return not self._draining and (self.queue.ready() or self.waking.wakes_for_requests)
 
+    def starting(self) -> bool:
+        """Whether the model has had no replica yet, and none starts for the next request."""
+        return self.waking.starting
+
     def status(self) -> str:
         """Return the model's status: "ready", "sleeping" (the next request wakes it) or
         "starting"."""

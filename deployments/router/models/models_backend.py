@@ -169,7 +169,7 @@ class ModelsBackend:
         return any(dispatcher.ready() for dispatcher in self.dispatchers.values())
 
     def starting(self) -> bool:
-        return all(dispatcher.waking.starting for dispatcher in self.dispatchers.values())
+        return all(dispatcher.starting() for dispatcher in self.dispatchers.values())
 
     # -- for the router
 
