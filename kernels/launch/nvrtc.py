@@ -6,13 +6,8 @@ on. Like the driver it is called through ctypes, so neither a compiler nor an ex
 needed.
 """
 
-import contextlib
 import ctypes
-import hashlib
-import logging
-import os
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from pathlib import Path
@@ -20,10 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.launch.cache import cache_folder
 from kernels.launch.compiling import Compilers
-
-logger = logging.getLogger("manta.kernels")
+from kernels.launch.object_cache import cached
 
 # Constants of cuda.h, which are part of its ABI.
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -98,24 +91,13 @@ def _compile(source: str, architecture: str) -> bytes:
 
 
 def cubin_of(source: str, architecture: str) -> bytes:
-    """Return the machine code of a CUDA C++ source, from Triton's cache folder if it has it.
+    """Return the machine code of a CUDA C++ source, compiled now or cached by an earlier process.
 
     architecture: such as "sm_90a".
     Raises CudaError if the source is wrong, and OSError if NVRTC cannot be loaded.
     """
-    key = hashlib.sha256(f"{torch.version.cuda} {architecture} {source}".encode()).hexdigest()[:32]
-    path = cache_folder() / f"manta-{key}.cubin"
-    with contextlib.suppress(OSError):
-        return path.read_bytes()
-    code = _compile(source, architecture)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code)
-        os.replace(file.name, path)
-    except OSError as error:
-        logger.warning("a kernel is compiled at each start, cannot write %s: %s", path, error)
-    return code
+    inputs = "\0".join((str(torch.version.cuda), architecture, source))
+    return cached("manta-cuda", inputs, lambda: _compile(source, architecture))
 
 
 @lru_cache(maxsize=4096)

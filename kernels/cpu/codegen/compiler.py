@@ -19,9 +19,9 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from kernels.cpu.codegen.object_cache import cached
 from kernels.cpu.codegen.object_file import load_object
 from kernels.cpu.codegen.processor import CompilerUnavailable, byte_dot, lanes, target
+from kernels.launch.object_cache import cached
 
 _INITIALISERS = ("TargetInfo", "Target", "TargetMC", "AsmPrinter")  # LLVM's C names
 
@@ -168,7 +168,7 @@ def _object_code(ir: str) -> bytes:
         except TypeError:
             return bytes(translate(*arguments))
 
-    return cached("\0".join((_triton(), *map(str, arguments))), compile_code)
+    return cached("manta-cpu", "\0".join((_triton(), *map(str, arguments))), compile_code)
 
 
 def compile_ir(ir: str) -> dict[str, NativeFunction]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.cpu.codegen.object_cache import cached
+from kernels.launch.object_cache import cached
 
 
 @pytest.fixture
@@ -22,9 +22,9 @@ def never() -> bytes:
 
 def test_code_is_compiled_once(folder: Path) -> None:
     """A start that compiles what the last one compiled; code of other inputs that is returned."""
-    assert cached("a", lambda: b"code of a") == b"code of a"
-    assert cached("b", lambda: b"code of b") == b"code of b"
-    assert cached("a", never) == b"code of a"
+    assert cached("manta-cpu", "a", lambda: b"code of a") == b"code of a"
+    assert cached("manta-cpu", "b", lambda: b"code of b") == b"code of b"
+    assert cached("manta-cpu", "a", never) == b"code of a"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
 
@@ -32,11 +32,11 @@ def test_code_is_compiled_once(folder: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"short", b"\0" * 100])
 def test_a_damaged_file_is_compiled_again(folder: Path, content: bytes) -> None:
     """A process that runs half of a kernel, after a full disk or a crash."""
-    cached("a", lambda: b"code")
+    cached("manta-cpu", "a", lambda: b"code")
     (path,) = folder.iterdir()
     path.write_bytes(content)
-    assert cached("a", lambda: b"code") == b"code"
-    assert cached("a", never) == b"code"
+    assert cached("manta-cpu", "a", lambda: b"code") == b"code"
+    assert cached("manta-cpu", "a", never) == b"code"
 
 
 def test_a_cache_that_cannot_be_written_costs_no_start(
@@ -45,8 +45,8 @@ def test_a_cache_that_cannot_be_written_costs_no_start(
     """A CPU replica that fails to start in a container with a read-only home."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
-    assert cached("a", lambda: b"code") == b"code"
-    assert cached("a", lambda: b"code") == b"code"
+    assert cached("manta-cpu", "a", lambda: b"code") == b"code"
+    assert cached("manta-cpu", "a", lambda: b"code") == b"code"
 
 
 def test_recording_a_program_does_not_import_dynamo() -> None:
