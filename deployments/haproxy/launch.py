@@ -2,7 +2,6 @@
 HAProxy's supervisor."""
 
 import contextlib
-import ctypes
 import importlib.util
 import logging
 import os
@@ -20,6 +19,7 @@ from deployments.haproxy.rewrite import admin_socket, rewrite
 from deployments.haproxy.settings import EdgeSettings
 from deployments.haproxy.supervisor import (
     NOTE,
+    end_with,
     is_listening,
     own_socket,
     supervise,
@@ -29,7 +29,6 @@ from engine.errors import ConfigError, MantaError
 
 logger = logging.getLogger("manta.app")
 
-_PR_SET_PDEATHSIG = 1
 _COMPLAINT = "manta: "
 _START = "from deployments.haproxy.launch import launch; launch(sys.argv[1:])"
 _SOURCE = Path(__file__).parents[2]
@@ -139,7 +138,5 @@ def _end_with_parent(parent: int) -> None:
     """
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0)  # the setting survives exec
-    if os.getppid() != parent:
-        sys.exit(1)  # the parent has ended before prctl
+    if not end_with(parent, signal.SIGUSR1):
+        sys.exit(1)

@@ -74,6 +74,13 @@ def supervise(binary: str, arguments: Sequence[str], text: str, admin: Path) -> 
     return code if code >= 0 else 128 - code  # as shells do it for signals
 
 
+def end_with(parent: int, number: signal.Signals) -> bool:
+    """Let this process get a signal when its parent ends, also after an exec; return whether the
+    parent still runs."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    return os.getppid() == parent
+
+
 def is_listening(path: Path) -> bool:
     """Return whether a process listens on this Unix socket."""
     with socket.socket(socket.AF_UNIX) as line:
@@ -89,7 +96,6 @@ class _Supervisor:
     def __init__(self, command: Sequence[str], admin: Path) -> None:
         self._command = list(command)
         self._admin = admin
-        self._libc = ctypes.CDLL(None, use_errno=True)
         self._child = 0
         self._started = 0.0  # when HAProxy was last started
         self._stopping = False
@@ -119,8 +125,7 @@ class _Supervisor:
         if child == 0:
             try:
                 # HAProxy must end with the supervisor, which Serve kills in order to kill HAProxy.
-                self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-                if os.getppid() == parent:
+                if end_with(parent, signal.SIGKILL):
                     os.execv(self._command[0], self._command)
             finally:
                 os._exit(1)
@@ -176,14 +181,14 @@ class _Supervisor:
 
 def _without_predecessor(command: Sequence[str]) -> list[str]:
     """Return a command line of HAProxy without `-sf PID...` and `-x SOCKET`."""
-    kept = []
+    words = []
     option = ""
     for word in command:
         if word.startswith("-"):
             option = word
         if option not in ("-sf", "-x"):
-            kept.append(word)
-    return kept
+            words.append(word)
+    return words
 
 
 def _listen(path: Path) -> socket.socket:
