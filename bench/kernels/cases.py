@@ -521,9 +521,9 @@ def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> 
     for name, ((size, width), counts) in LINEARS.items():
         for rows in counts:
             cases[f"product/{name}/{rows}"] = partial(linear, s, size, width, rows)
-    for name in ("8b", "3b", "14b"):
+    for name, (size, width) in GATED.items():
         for rows in (96, 128, 256, 512, 1024, 4096):
-            cases[f"gated product/{name}/{rows}"] = partial(gated_linear, s, *GATED[name], rows)
+            cases[f"gated product/{name}/{rows}"] = partial(gated_linear, s, size, width, rows)
     for to in ("int4", "int8", "w8a8", "fp8", "fp8-block"):
         for name in ("8b qkv", "8b o", "8b gate_up", "8b down"):
             for rows in (1, 2, 8, 16, 32, 64, 256, 1024, 8192):
