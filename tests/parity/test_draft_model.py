@@ -200,10 +200,10 @@ def test_graphs_of_drafts_are_planned(dtype: str, tmp_path: Path) -> None:
     graphs = runner.drafting.graphs
     assert graphs is not None and isinstance(graphs._record, Recorder)
     pool = graphs._record._pool
-    taken = sum(
+    pool_bytes = sum(
         segment["total_size"]
         for segment in torch.cuda.memory_snapshot()
         if tuple(segment["segment_pool_id"]) == tuple(pool)
     )
     itemsize = getattr(torch, dtype).itemsize
-    assert 256 * vocab * itemsize < taken <= graph_bytes(256, vocab, itemsize)
+    assert 256 * vocab * itemsize < pool_bytes <= graph_bytes(256, vocab, itemsize)
