@@ -48,6 +48,7 @@ from bench.report.result_file import Line, print_ratios, ratio_row, versions_und
 from bench.versus import ray_llm
 from bench.versus.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
 from bench.versus.harness import Harness, Piece, lines_of
+from deployments.cli.serving.processes import table
 from loadtest.runner import RunOptions, RunResult, Task, run_async
 from loadtest.scenario import workloads
 
@@ -319,14 +320,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 def processes_of(session: int) -> list[int]:
     """Return the ids of a session's processes, except those that have ended."""
-    pids = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # the process has ended meanwhile
-            # The name, in parentheses, may contain spaces.
-            state, _, _, its_session = path.read_text().rpartition(")")[2].split()[:4]
-            if int(its_session) == session and state not in "ZX":
-                pids.append(int(path.parent.name))
-    return pids
+    return [process.pid for process in table().values() if process.session == session]
 
 
 def held(port: int) -> str:
