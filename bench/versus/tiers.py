@@ -322,7 +322,7 @@ def main() -> None:
         return lines_of(command)
 
     configs = harness.run_sides(args.sides, run_piece)
-    ours = next(side for side in ("host", "disk", "none") if side in configs)
+    ours = next(side for side in ("host", "all", "disk", "none") if side in configs)
     rows = rows_of(args.name, harness.raw.all, ours)
     peers = {side: config for side, config in configs.items() if side != ours}
     harness.raw.finish({"ours": configs[ours], "peers": peers}, rows)
