@@ -144,8 +144,7 @@ class Cuda(Kernels):
     ) -> Tensor:
         if fits(x) and gate in GATES:
             return gemv(x, weight, bias, norm=norm, eps=eps, gate=gate)
-        # A kernel that takes all multiprocessors is not tried beside other streams' kernels.
-        if bias is None and not self.shared and (plan := gated_plan(x, weight, gate)):
+        if bias is None and (plan := gated_plan(x, weight, gate)):
             return gated(self.rms_norm(x, norm, eps), weight, gate, plan)
         return super().norm_gated_linear(x, norm, eps, weight, bias, gate)
 

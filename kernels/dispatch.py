@@ -21,12 +21,8 @@ _BACK_ENDS = {
 
 
 @cache
-def kernels_for(device: str, deterministic: bool = False, shared: bool = False) -> Kernels:
-    """Return the back end of a device type ("cpu" or "cuda"). Raises KeyError for others.
-
-    shared: whether other streams compute while steps do.
-    """
+def kernels_for(device: str, deterministic: bool = False) -> Kernels:
+    """Return the back end of a device type ("cpu" or "cuda"). Raises KeyError for others."""
     module, name = _BACK_ENDS[device, deterministic]
     back_end: Kernels = getattr(import_module(module), name)()
-    back_end.shared = shared
     return back_end

@@ -70,7 +70,6 @@ class Kernels:
     """
 
     DETERMINISTIC = False  # whether results are batch-invariant, bit by bit
-    shared = False  # whether other streams compute while steps do
 
     def __init__(self) -> None:
         # hidden_act of config.json -> gated activation

@@ -113,8 +113,7 @@ def build_part(
     else:
         torch.set_num_threads(resolved.num_threads)
     place = open_place(device, _handed_on(resolved), config.deterministic)
-    encodes_beside = resolved.model.vision is not None
-    kernels = kernels_for(device.type, config.deterministic, shared=encodes_beside)
+    kernels = kernels_for(device.type, config.deterministic)
     phases.end("device")
 
     phases.start("weights")

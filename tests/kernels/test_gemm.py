@@ -158,11 +158,8 @@ def test_gated(shape: tuple[int, int, int], gate: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.gpu
-def test_an_mlp_takes_the_gated_product(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A warning at each start, and the GEMM and the activation one by one, on a GPU that has it;
-    the kernel beside towers."""
+def test_an_mlp_takes_the_gated_product(caplog: pytest.LogCaptureFixture) -> None:
+    """A warning at each start, and the GEMM and the activation one by one, on a GPU that has it."""
     x, norm = random(256, 2048, dtype=torch.bfloat16), random(2048, dtype=torch.bfloat16)
     weight = random(16384, 2048, dtype=torch.bfloat16) / 8
     assert gated.gated_plan(x, weight, "silu")
@@ -170,10 +167,6 @@ def test_an_mlp_takes_the_gated_product(
     wide = cuda.rms_norm(x, norm, 1e-5).double() @ weight.double().T
     assert row_error(y, activation_of("silu", wide)) < BOUND[torch.bfloat16]
     assert not caplog.records
-    monkeypatch.setattr("kernels.cuda.gated", None)
-    kernels_for("cuda", shared=True).norm_gated_linear(x, norm, 1e-5, weight, None, "silu")
-    with pytest.raises(TypeError):
-        cuda.norm_gated_linear(x, norm, 1e-5, weight, None, "silu")
 
 
 def test_without_a_compiler_a_gemm_and_an_activation_remain(
