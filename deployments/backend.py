@@ -216,10 +216,10 @@ class Backend(Protocol):
 
     def tokenizer(self, model: str) -> Tokenizer: ...
 
-    def admit(self, key: str, model: str) -> None:
-        """Check that a new request with this key would be admitted now. Raises Overloaded.
+    def admit(self, key: str, priority: int, model: str) -> None:
+        """Check that a new request of this key and priority would be admitted now.
 
-        The API calls this method before it reads and parses a request's body.
+        The API calls this method before it tokenises a request. Raises Overloaded.
 
         model: name of the model; "" if not yet known.
         """

@@ -125,7 +125,7 @@ class _Load:
         """Send an interactive request."""
         at, first, counts = self._loop.time(), 0.0, self._counts()
         try:
-            self._router.admit("")
+            self._router.admit("", 0)
             inflight = self._router.generate(self._request(prompt, output))
             while await inflight.next():
                 if not first and counts:
@@ -150,7 +150,7 @@ class _Load:
             place = {"key": "ray-data", "priority": BATCH_PRIORITY}
             while self._loop.time() < self.end:
                 try:
-                    self._router.admit("ray-data")
+                    self._router.admit("ray-data", BATCH_PRIORITY)
                     inflight = self._router.generate(self._request(prompt, output, **place))
                     while items := await inflight.next():
                         if self._counts():

@@ -115,7 +115,7 @@ async def _ask(router: Dispatcher, prompt: int, output: int, asked: Asked) -> No
     loop = asyncio.get_running_loop()
     params = SamplingParams(max_tokens=output, ignore_eos=True)
     try:
-        router.admit("")
+        router.admit("", 0)
         inflight = router.generate(GenerationRequest("q", "m", [5] * prompt, params, seed=1))
         while items := await inflight.next():
             if asked.first < 0:

@@ -105,7 +105,7 @@ def decide(
     dispatcher: Dispatcher, request: GenerationRequest, wanted: RoutingRequest, now: float
 ) -> RoutingDecision | None:
     """Compute a router's decision for a request, admission and replica, without sending it."""
-    dispatcher.queue.admit(request.key)
+    dispatcher.queue.admit(request.key, request.priority)
     room = dispatcher.queue.check(request)
     return route(wanted, dispatcher.replicas.fleet, dispatcher.random, now, with_room=room)
 

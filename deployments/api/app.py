@@ -166,7 +166,7 @@ class Api:
         if exchange.content_length is None or exchange.content_length > INLINE_CHARS:
             return False  # a long body has to be read before the connection takes a next request
         try:
-            context.backend.admit(place.key, model)
+            context.backend.admit(place.key, place.priority, model)
             return False
         except MantaError as error:
             answer = from_backend(error)

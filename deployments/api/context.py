@@ -11,6 +11,7 @@ from typing import Any
 from deployments.adapters.record_store import AdapterRecord
 from deployments.api.caller import Caller
 from deployments.api.fields.body import StructBody, T
+from deployments.api.generation.tenancy import QueuePlace
 from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import HttpExchange, decoded
 from deployments.api.http.json_body import JsonObject, in_thread, parse_json
@@ -121,16 +122,16 @@ class ApiContext:
         read = partial(body.read, decoded, exchange.ignored, strict=self.options.strict)
         return await in_thread(read, exchange.body_size)
 
-    async def admit(self, key: str, name: Any, caller: Caller) -> ModelCard:
+    async def admit(self, place: QueuePlace, name: Any, caller: Caller) -> ModelCard:
         """Check that a request may enter the queue, and return the card of its model.
 
-        key: the request's tenant
+        place: the request's place in the queue
         name: the model's name in the request
 
         A full queue is reported before an unknown name. Raises as `Backend.admit` and `find_model`.
         """
         card = known_model(name, self.backend)
-        self.backend.admit(key, "" if card is None else card.id)
+        self.backend.admit(place.key, place.priority, "" if card is None else card.id)
         if card is None:
             return await find_model(name, self.backend, caller)
         return allowed(card, caller)

@@ -108,7 +108,7 @@ async def generate(
     context.counter.in_flight += 1
     undecoded: ChatImages | None = None
     try:
-        card = await context.admit(place.key, request.model, exchange.caller)
+        card = await context.admit(place, request.model, exchange.caller)
         images = undecoded = await _images(request, card, options.images, exchange.ignored)
         call = await prepare(request, exchange.body_size, card, backend, images)
         exchange.ignored += call.ignored

@@ -134,11 +134,11 @@ class Dispatcher:
     def tokenizer(self, model: str) -> Tokenizer:
         return self._tokenizer
 
-    def admit(self, key: str, model: str = "") -> None:
+    def admit(self, key: str, priority: int, model: str = "") -> None:
         try:
             if self._draining:
                 raise draining()
-            self.queue.admit(key)
+            self.queue.admit(key, priority)
         except MantaError as refusal:
             self.metrics.failed.inc(1, refusal.code)
             raise

@@ -210,7 +210,7 @@ async def _ask(
     )
     arrived, first = loop.time(), -1.0
     try:
-        router.admit("")
+        router.admit("", 0)
         inflight = router.generate(request)
         while await inflight.next():
             if first < 0:

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as Backend
 
 from deployments.adapters.record_store import AdapterRecord
 from deployments.adapters.registry import AdapterRegistry, AdapterSettings
+from deployments.api.caller import LEAST_PRIORITY
 from deployments.backend import BackendState, GenerationRequest, ModelCard, RecalledChoice, Timing
 from engine.batch import TokenLogprobs
 from engine.errors import AdapterError, MantaError
@@ -152,6 +153,8 @@ class FakeBackend:
     pause, first_pause: seconds of each step, and of the first step.
     burst: number of steps whose tokens arrive together.
     errors: number of a step -> the error that `next` raises at this step.
+    refuse: the error of all requests whose priority is at least `refuses_from`.
+    admitted: the priorities that `admit` was called with.
     """
 
     def __init__(self, *, bos: bool = False) -> None:
@@ -171,6 +174,8 @@ class FakeBackend:
         self.burst = 1
         self.errors: dict[int, MantaError] = {}
         self.refuse: MantaError | None = None
+        self.refuses_from = LEAST_PRIORITY
+        self.admitted: list[int] = []
         self.is_ready = True
         self.is_starting = False
         self.draining = False
@@ -214,12 +219,13 @@ class FakeBackend:
     def tokenizer(self, model: str) -> Tokenizer:
         return self._tokenizer
 
-    def admit(self, key: str, model: str) -> None:
-        if self.refuse is not None:
+    def admit(self, key: str, priority: int, model: str) -> None:
+        self.admitted.append(priority)
+        if self.refuse is not None and priority >= self.refuses_from:
             raise self.refuse
 
     def generate(self, request: GenerationRequest) -> FakeGeneration:
-        if self.refuse is not None:
+        if self.refuse is not None and request.priority >= self.refuses_from:
             raise self.refuse
         assert request.token_ids and all(0 <= t < VOCAB for t in request.token_ids)
         assert request.params.pooled or request.params.max_tokens != 0

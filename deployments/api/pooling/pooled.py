@@ -232,7 +232,7 @@ async def _admitted(
 ) -> PooledCall[T]:
     """Return the PooledCall of a body, after the checks that all pooling routes share."""
     place = queue_place(exchange, queue, context.options)
-    card = await context.admit(place.key, model, exchange.caller)
+    card = await context.admit(place, model, exchange.caller)
     if card.pooling is None:
         raise no_vectors()
     adapter = None

@@ -65,7 +65,7 @@ async def roll_out(
     try:
         names = context.backend.models()
         name = body.model or next(iter(names), "")
-        card = await context.admit(place.key, name, exchange.caller)
+        card = await context.admit(place, name, exchange.caller)
         ids = take_token_ids(body.token_ids, "token_ids", card.vocab_size)
         if params.stop:
             raise invalid(

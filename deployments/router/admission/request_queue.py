@@ -86,24 +86,25 @@ class RequestQueue:
         keys = self._queue.longest(count) + self._batch_queue.longest(count)
         return sorted(keys, key=lambda item: -item[2])[:count]
 
-    def _queue_of(self, request: GenerationRequest) -> FairQueue[InflightRequest]:
-        return self._batch_queue if request.priority >= BATCH_PRIORITY else self._queue
+    def _queue_of(self, priority: int) -> FairQueue[InflightRequest]:
+        return self._batch_queue if priority >= BATCH_PRIORITY else self._queue
 
     # -- requests that come in
 
-    def admit(self, key: str) -> None:
-        """Raise Overloaded if a new request of this key would be refused.
+    def admit(self, key: str, priority: int) -> None:
+        """Raise Overloaded if a new request of this key and priority would be refused.
 
-        The request's size is not known yet. It is assumed to be the mean of the waiting requests,
-        or 0 while none waits.
+        The request's size is not known yet. It is assumed to be the mean of the waiting requests of
+        its queue, or 0 while none waits.
         """
-        queue = self._queue
-        if queue.sequences:
-            self._check(key, 0, queue.tokens / len(queue), None)
-            return
-        ready, _, free = self._survey()
-        if ready and not free:
-            self._check(key, 0, 0.0, None)
+        batch_work = priority >= BATCH_PRIORITY
+        if not (self._queue.sequences or (batch_work and self._batch_queue.sequences)):
+            ready, _, free = self._survey(batch_work=batch_work)
+            if free or not ready:
+                return
+        queue = self._queue_of(priority)
+        work = queue.tokens / len(queue) if queue.sequences else 0.0
+        self._check(queue, key, priority, work, None)
 
     def check(self, request: GenerationRequest) -> bool:
         """Return whether a new request may be sent to a replica now; if false, it must wait in the
@@ -127,11 +128,11 @@ class RequestQueue:
             message = "no replica is ready and too many requests wait for one"
             raise Overloaded(message, code="no_replica", retry_after=self._waking.seconds())
         self._check(
+            self._queue_of(request.priority),
             request.key,
             request.priority,
             self._work(request),
             request.deadline,
-            self._queue_of(request),
         )
         # If `roomy`, the request may wait at a replica for the next free row instead of in this
         # queue.
@@ -146,7 +147,7 @@ class RequestQueue:
             self._assignment.begin(inflight)
             return
         request = inflight.request
-        self._tickets[inflight] = self._queue_of(request).push(
+        self._tickets[inflight] = self._queue_of(request.priority).push(
             inflight,
             request.key,
             request.priority,
@@ -214,7 +215,7 @@ class RequestQueue:
         improves the estimate for later requests.
         """
         ticket = self._tickets.pop(inflight, None)
-        queue = self._queue_of(inflight.request)
+        queue = self._queue_of(inflight.request.priority)
         if ticket is not None:
             queue.remove(ticket)
             return
@@ -264,13 +265,13 @@ class RequestQueue:
 
     def _check(
         self,
+        queue: FairQueue[InflightRequest],
         key: str,
         priority: int,
         work: float,
         deadline: float | None,
-        queue: FairQueue[InflightRequest] | None = None,
     ) -> None:
-        now, queue = time.monotonic(), queue or self._queue
+        now = time.monotonic()
         capacity = self._capacity_at(now)
         if queue is self._batch_queue:
             # first_seconds is measured without batch work, whose first tokens may be late.

@@ -136,10 +136,10 @@ class ModelsBackend:
     def tokenizer(self, model: str) -> Tokenizer:
         return self._owners[model].tokenizer(model)
 
-    def admit(self, key: str, model: str) -> None:
+    def admit(self, key: str, priority: int, model: str) -> None:
         owner = self._owners.get(model)
         if owner is not None:
-            owner.admit(key, model)
+            owner.admit(key, priority, model)
         elif self._draining:
             raise draining()
 

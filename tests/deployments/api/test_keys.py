@@ -13,8 +13,10 @@ from deployments.api.caller import KeyRule
 from deployments.api.options import ApiOptions
 from deployments.backend import GenerationRequest
 from deployments.routing.prefix_index import STRIDE
+from engine.errors import Overloaded
+from engine.pooling import Pooling
 from tests.deployments.api.asgi import COMPLETION, Client, Reply
-from tests.deployments.fake_backend import FakeBackend
+from tests.deployments.fake_backend import MODEL, VECTOR, FakeBackend
 from tests.deployments.router.fleet import Fleet, read
 
 ONE, TWO, ROOT = (hashlib.sha256(key).digest() for key in (b"one", b"two", b"root"))
@@ -143,6 +145,43 @@ def test_priority_above_the_usual_is_a_right_of_the_key(
         assert not backend.requests
     else:
         assert backend.requests[0].priority == priority
+
+
+_CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hello", "max_tokens": 2}),
+        ("/v1/chat/completions", {**_CHAT, "max_tokens": 2}),
+        ("/v1/messages", {**_CHAT, "model": MODEL, "max_tokens": 2}),
+        ("/v1/responses", {"input": "hello", "max_output_tokens": 2}),
+        ("/api/chat", {**_CHAT, "model": MODEL, "stream": False}),
+        ("/api/generate", {"prompt": "hello", "model": MODEL, "stream": False}),
+        ("/chat", {"query": "hello"}),
+        ("/v1/embeddings", {"input": "hello"}),
+    ],
+)
+def test_priority_is_that_of_the_check_before_the_text_is_tokenised(
+    path: str, body: dict[str, Any]
+) -> None:
+    """Bug: in an overload all requests were checked as ones of priority 0 first, so urgent ones
+    were refused."""
+    backend = FakeBackend()
+    if path == "/v1/embeddings":
+        card = replace(backend.cards[MODEL], pooling=Pooling("mean"), vector_size=VECTOR)
+        backend.cards[MODEL] = card
+    client = Client(build_asgi(backend, ApiOptions()))
+    replies = [asyncio.run(client.post(path, {**body, "priority": 5})) for _ in range(2)]
+    assert [reply.status for reply in replies] == [200, 200], replies[0].body
+    assert backend.admitted == [request.priority for request in backend.requests] == [5, 5]
+    backend.refuse, backend.refuses_from = Overloaded("too much work is waiting"), 0
+    priorities = {-1: 200, 0: 503}
+    for priority, status in priorities.items():
+        reply = asyncio.run(client.post(path, {**body, "priority": priority}))
+        assert reply.status == status, reply.body
+    assert backend.admitted[2:] == [*priorities]
 
 
 def test_without_keys_everybody_may_set_any_priority() -> None:

@@ -345,7 +345,7 @@ def test_what_is_tried_again_may_be_better_then(
     then does not fall back to another model."""
     asked = []
     monkeypatch.setattr(backend, "refuse", error)
-    monkeypatch.setattr(backend, "admit", lambda key, model: asked.append(key))
+    monkeypatch.setattr(backend, "admit", lambda key, *_: asked.append(key))
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=2, timeout=20)
     monkeypatch.setattr(client, "_calculate_retry_timeout", lambda *_: 0.0)
     with client, pytest.raises(exception) as raised:

@@ -252,7 +252,7 @@ async def test_the_request_queue_refuses_before_a_text_is_tokenised_when_no_row_
     parts = Parts(a=published())
     state = parts.replicas["a"].state
     queue, _ = parts.queue_and_events()
-    queue.admit("a key")  # a row is free
+    queue.admit("a key", 0)  # a row is free
     running = [parts.inflight() for _ in range(8)]
     for inflight in running:
         parts.assignment.assign(inflight.choices)
@@ -262,7 +262,7 @@ async def test_the_request_queue_refuses_before_a_text_is_tokenised_when_no_row_
     state.observe(stats, taken, 0.0)
     assert state.room()[0] > 0, "choices may wait there"
     with pytest.raises(Overloaded) as refused:
-        queue.admit("a key")
+        queue.admit("a key", 0)
     assert refused.value.retry_after == 60.0
     with pytest.raises(Overloaded):
         queue.check(running[0].request)
@@ -307,6 +307,41 @@ async def test_what_waited_for_the_end_of_a_pause_makes_no_replica_slow(hold, mo
     later = [id for id, choice in client.choices.items() if choice.inflight not in held]
     frame([Delta(later[0], [7], cached=0)], step=402, **work)
     assert client.state.first_seconds == pytest.approx(0.1), "it waited for the engine alone"
+
+
+async def test_before_a_text_is_tokenised_a_request_is_refused_by_its_own_priority():
+    """Each request was taken for one of priority 0: an urgent one, and a dataset's row whose queue
+    was empty, were refused with the ordinary ones, and one of low priority was tokenised first."""
+    parts = Parts(a=published())
+    queue, _ = parts.queue_and_events()
+    state = parts.replicas["a"].state
+    for second in range(5):
+        work = {"busy_seconds": 1.0 * second, "output_tokens": 800 * second}
+        state.observe(full(step=100 * second, **work), (), 100.0 + second)
+
+    def refused(priority: int) -> bool:
+        request = parts.inflight(priority=priority).request
+        for ask in (lambda: queue.admit(request.key, priority), lambda: queue.check(request)):
+            answers.append(False)
+            try:
+                ask()
+            except Overloaded:
+                answers[-1] = True
+        early, late = answers[-2:]
+        assert early == late, priority
+        return early
+
+    answers: list[bool] = []
+    seen = set()
+    while not (most := refused(-3)):
+        seen.add((refused(3), refused(0), most, refused(BATCH_PRIORITY)))
+        waiting = parts.inflight()
+        queue.enter(waiting, False)
+    # In the order of the load: low priority is refused first, and batch work by its own queue.
+    wanted = [(False, False, False), (True, False, False), (True, True, False)]
+    assert sorted(seen) == [(*answer, False) for answer in wanted]
+    while not refused(BATCH_PRIORITY):
+        queue.enter(parts.inflight(priority=BATCH_PRIORITY), False)
 
 
 async def test_slow_first_tokens_of_others_keep_no_rows_of_a_dataset_out():

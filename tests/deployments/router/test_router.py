@@ -532,7 +532,7 @@ def test_a_router_that_is_to_stop_ends_what_it_has_and_takes_nothing_new():
             short, long = fleet.generate(), fleet.generate(max_tokens=4000)
             dispatcher.refuse_new()
             assert not dispatcher.ready() and dispatcher.state().draining
-            for refused in (fleet.generate, lambda: dispatcher.admit("")):
+            for refused in (fleet.generate, lambda: dispatcher.admit("", 0)):
                 with pytest.raises(Overloaded) as caught:
                     refused()
                 assert caught.value.code == "draining" and caught.value.retry_after > 0

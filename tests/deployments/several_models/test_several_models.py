@@ -227,12 +227,15 @@ async def test_a_full_model_refuses_none_of_anothers_requests(
     front.generate(request("a"))  # no replica is there: it waits, and has the only place
     with pytest.raises(Overloaded):
         front.generate(request("a"))
-    asked: list[str] = []
+    asked: list[tuple[str, str, int]] = []
     for name, router in front.dispatchers.items():
-        monkeypatch.setattr(router, "admit", lambda key, model, name=name: asked.append(name))
-    for name in ("b", "", "a"):
-        front.admit("", name)
-    assert asked == ["b", "a"], "a name that nobody knows is refused for that, later"
+        monkeypatch.setattr(
+            router.queue, "admit", lambda *place, name=name: asked.append((name, *place))
+        )
+    for priority, name in enumerate(("b", "", "a")):
+        front.admit("key", priority, name)
+    wanted = [("b", "key", 0), ("a", "key", 2)]
+    assert asked == wanted, "a name that nobody knows is refused for that, later"
     front.generate(request("b"))
     assert front.held()["requests"] == 2 and front.state().queued == 2
     text = render(front.metric_families(), "")
@@ -240,7 +243,7 @@ async def test_a_full_model_refuses_none_of_anothers_requests(
     assert 'manta_prompt_tokens_total{model_name="b"} 3' in text
     front.close()
     with pytest.raises(Overloaded, match="about to stop"):
-        front.admit("", "")
+        front.admit("", 0, "")
 
 
 async def test_what_a_model_answers_goes_on_when_it_is_changed() -> None:

@@ -98,7 +98,7 @@ def test_a_log_line_of_an_exception_is_short(caplog: pytest.LogCaptureFixture) -
             raise ValueError("x" * 1_000_000) from error
 
     class Recursive(FakeBackend):
-        def admit(self, key: str, model: str) -> None:
+        def admit(self, key: str, priority: int, model: str) -> None:
             deeper("")
 
     assert get(EdgeMiddleware(app)).status == 500
