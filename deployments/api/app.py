@@ -8,14 +8,17 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from deployments.api.auth import authenticate
 from deployments.api.caller import CALLER
 from deployments.api.context import ApiContext
 from deployments.api.dialects.anthropic import routes as anthropic
 from deployments.api.dialects.ollama import routes as ollama
 from deployments.api.dialects.ollama.writer import error_object as ollama_error
+from deployments.api.fields.generation import Queued
 from deployments.api.generate import generates
-from deployments.api.generation.tenancy import QueueFields, queue_place
+from deployments.api.generation.tenancy import queue_place, take_queue
 from deployments.api.http.cors import answer_preflight, is_preflight, tell_origin
 from deployments.api.http.errors import ApiError, from_backend, internal
 from deployments.api.http.exchange import (
@@ -41,6 +44,7 @@ log = logging.getLogger("manta.api")
 _ADAPTERS, _MODELS = f"{adapters.PATH}/", f"{models.PATH}/"
 _TEI = frozenset(route.path for route in tei.ROUTES)
 _REFUSING = 1.0  # seconds after a 429 or 503 in which `refuse_early` checks requests
+_BODY_SECONDS = 0.1  # seconds for which `refuse_early` waits for a request's body
 
 
 def build_asgi(backend: Backend, options: ApiOptions | None = None) -> "Api":
@@ -137,37 +141,48 @@ class Api:
             if options.observe is not None:
                 options.observe(named, status, time.monotonic() - began)
 
-    async def refuse_early(self, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Refuse a generation request by its headers alone; return whether it has been answered.
+    async def refuse_early(self, scope: Scope, receive: Receive, send: Send) -> Receive | None:
+        """Refuse a generation request before Serve's layers; return None if it has been answered,
+        else the `receive` with which it has to be passed on.
 
         An early refusal skips Serve's layers, which cost many times as much as the refusal itself.
-        Headers are checked only within `_REFUSING` seconds after another refusal; other requests
-        are passed on. A request that is not refused here is checked again with its body. The checks
-        have the order of `generate`: first the limits of the key, then the queue.
+        Requests are checked only within `_REFUSING` seconds after another refusal, and only if a
+        short body arrives with the head. Of the body only the fields of `Queued` are read. A
+        request that is not refused here is checked again. The checks have the order of `generate`:
+        first the limits of the key, then the queue.
         """
         began = time.monotonic()
         if began - self._refused_at > _REFUSING or scope["method"] != "POST":
-            return False
+            return receive
         context = self.context
         options, model = context.options, context.backend.only
         exchange = HttpExchange(scope, receive, send)
         exchange.path, route = locate(exchange.path)
         operation = None if route is None else route.operations.get("POST")
         if not model or operation is None or not generates(operation.handler):
-            return False
+            return receive
         try:
             exchange.check_envelope()
             caller = exchange.caller = authenticate(exchange, options, admin=False)
-            if options.share_by == "user" and not caller.tenant:
-                return False  # queue shares are by user, which is a field of the body
-            place = queue_place(exchange, QueueFields(), options)
         except ApiError:
-            return False
+            return receive
+        if options.share_by == "user" and not caller.tenant:
+            return receive  # queue shares are by user, which is another field in each dialect
         if exchange.content_length is None or exchange.content_length > INLINE_CHARS:
-            return False  # a long body has to be read before the connection takes a next request
+            return receive  # a long body has to be read before the connection takes a next request
         try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                message = await receive()
+        except TimeoutError:
+            return receive
+        try:
+            # A body in several parts, or compressed, is no JSON here.
+            fields = msgspec.json.decode(message.get("body", b""), type=Queued)
+            place = queue_place(exchange, take_queue(fields, None), options)
             context.backend.admit(place.key, place.priority, model)
-            return False
+            return _after(message, receive)
+        except (msgspec.DecodeError, RecursionError, ApiError):
+            return _after(message, receive)
         except MantaError as error:
             answer = from_backend(error)
         try:
@@ -182,7 +197,17 @@ class Api:
             await exchange.fail(answer)
         if options.observe is not None:
             options.observe(exchange.path, answer.status, time.monotonic() - began)
-        return True
+        return None
+
+
+def _after(message: Message, receive: Receive) -> Receive:
+    """Return a `receive` that returns a message which was already received, then the next ones."""
+    received = [message]
+
+    async def again() -> Message:
+        return received.pop() if received else await receive()
+
+    return again
 
 
 def _choose_errors(exchange: HttpExchange) -> None:

@@ -47,16 +47,16 @@ _INVALID_HTTP = {
 }
 
 
-# May answer a request before Serve's layers, and returns whether it did; None: this process has no
-# router.
-_refuse_early: Callable[[Scope, Receive, Send], Awaitable[bool]] | None = None
+# Answers a request and returns None, or returns the `receive` with which Serve gets the request.
+Refuse = Callable[[Scope, Receive, Send], Awaitable[Receive | None]]
+
+_refuse_early: Refuse | None = None  # None: this process has no router
 
 
-def refuse_early(refuse: Callable[[Scope, Receive, Send], Awaitable[bool]] | None) -> None:
+def refuse_early(refuse: Refuse | None) -> None:
     """Set the function that may answer this process's requests before Serve's layers.
 
-    refuse: answers a request and returns True, or returns False to pass it to Serve; None: all
-        requests go to Serve.
+    refuse: None: all requests go to Serve.
     """
     global _refuse_early
     _refuse_early = refuse
@@ -91,8 +91,11 @@ class EdgeMiddleware:
             # Serve would return the first id unchecked, and would decode it as UTF-8.
             others = [header for header in scope["headers"] if header[0] != _ID]
             scope["headers"] = [*others, (_ID, known.encode())]
-        if _refuse_early is not None and await _refuse_early(scope, receive, send):
-            return
+        if _refuse_early is not None:
+            passed_on = await _refuse_early(scope, receive, send)
+            if passed_on is None:
+                return
+            receive = passed_on
         answer = _RefusalFilter(send)
         try:
             await self._app(scope, receive, answer)

@@ -11,6 +11,7 @@ from ray.serve._private import http_util
 from starlette.applications import Starlette
 
 from deployments.api.app import build_asgi
+from deployments.api.caller import KeyRule
 from deployments.api.http import uvicorn_hooks
 from deployments.api.http.uvicorn_hooks import EdgeMiddleware, JsonRefusals, install
 from deployments.api.options import ApiOptions
@@ -143,7 +144,7 @@ def test_serve_and_uvicorn_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(install()) == 1, "each process may call it more than once"
 
 
-def test_a_refusal_by_the_head_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_before_serves_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: under overload each refusal passes through all of Serve's layers, whose CPU time is
     taken from engines; or a refusal without them differs, or meets requests that may come in."""
     monkeypatch.setattr(uvicorn_hooks, "_refuse_early", None)
@@ -158,14 +159,31 @@ def test_a_refusal_by_the_head_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(scope["path"])
         await api(scope, receive, send)
 
-    client = Client(EdgeMiddleware(serve))
-    body = json.dumps({"model": MODEL, "prompt": "hi", "max_tokens": 2}).encode()
+    edge, pause = EdgeMiddleware(serve), 0.0  # seconds until a part of a body is there
 
-    def ask(*more: tuple[bytes, bytes], path: str = "/v1/completions", size: int = 0) -> Reply:
+    async def paused(scope: Any, receive: Any, send: Any) -> None:
+        async def receive_later() -> Any:
+            await asyncio.sleep(pause)
+            return await receive()
+
+        await edge(scope, receive_later, send)
+
+    client = Client(paused)
+
+    def ask(
+        *more: tuple[bytes, bytes],
+        path: str = "/v1/completions",
+        size: int = 0,
+        cut: int = 0,
+        body: bytes = b"",
+        **fields: Any,
+    ) -> Reply:
+        whole = {"model": MODEL, "prompt": "hi", "max_tokens": 2, **fields}
+        body = (body or json.dumps(whole).encode()).ljust(size)
         headers = dict([(b"authorization", b"Bearer secret"), (b"x-request-id", b"mine"), *more])
-        headers |= {b"content-type": b"application/json"}
-        headers[b"content-length"] = b"%d" % (size or len(body))
-        return asyncio.run(client.request("POST", path, body.ljust(size), list(headers.items())))
+        headers |= {b"content-type": b"application/json", b"content-length": b"%d" % len(body)}
+        parts = [body[:cut], body[cut:]] if cut else body
+        return asyncio.run(client.request("POST", path, parts, list(headers.items())))
 
     uvicorn_hooks.refuse_early(api.refuse_early)
     assert ask().status == 200 and len(seen) == 1, "nothing was refused yet"
@@ -184,8 +202,22 @@ def test_a_refusal_by_the_head_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask((b"x-deadline-seconds", b"soon")).status == 400
     assert ask(path="/v1/embeddings").status != 200
     assert len(seen) == 6
+    backend.refuses_from = 1
+    assert ask().status == 200 and len(seen) == 7, "what was read of its body is passed on"
+    assert ask(priority=1).status == 503 and len(seen) == 7, "of low priority"
+    backend.refuses_from = -1
+    assert ask(priority=-2).status == 403 and len(seen) == 8, "its key may not"
+    api.change_options(rules={digest: KeyRule(priority=-2)})
+    assert ask(priority=-1).status == 503 and len(seen) == 8
+    assert ask(priority=-2).status == 200 and len(seen) == 9, "urgent requests may come in"
+    assert ask(priority="low").status == 400 and len(seen) == 10
+    assert ask(cut=9).status == 503 and len(seen) == 11, "of the body only a part is there"
+    pause = 0.15
+    assert ask().status == 503 and len(seen) == 12, "none of the body is there"
+    pause, deep = 0.0, b'{"x": %b' % (b"[" * 9000)
+    assert ask(body=deep).status == 400 and len(seen) == 13
     backend.refuse = None
-    assert ask().status == 200 and len(seen) == 7
+    assert ask().status == 200 and len(seen) == 14
     backend.refuse = Overloaded("too much work is waiting")
     api.change_options(share_by="user")
-    assert ask().status == 503 and len(seen) == 8, "the body has the user"
+    assert ask().status == 503 and len(seen) == 15, "the body has the user"
