@@ -42,6 +42,7 @@ from kernels.recurrent.chunks_cuda import Launch, PassLaunch
 from kernels.recurrent.delta_chunks_cuda import RowsLaunch
 from kernels.recurrent.delta_rule_cuda import DecodeLaunch as DeltaLaunch
 from kernels.recurrent.delta_verify_cuda import VerifyLaunch
+from kernels.recurrent.kimi_chunks_cuda import PiecesLaunch
 
 COMPILE_S = 320  # seconds for all first runs
 Table = tuple[Any, str, Sequence[Any]]  # a module, its table's name, launches
@@ -70,6 +71,14 @@ PASSES: list[Table] = [
         ],
     )
 ]
+PIECES = [
+    PiecesLaunch(*launch)
+    for launch in (
+        *((32, 8, 1, 128), (32, 8, 2, 128), (32, 8, 1, 255), (32, 4, 1, 255), (32, 4, 2, 255)),
+        *((32, 4, 1, 168), (32, 4, 2, 168), (64, 8, 1, 128), (64, 8, 2, 128), (64, 8, 1, 255)),
+        *((64, 4, 1, 168), (64, 4, 1, 255), (64, 4, 2, 255), (128, 8, 1, 255)),
+    )
+]
 TABLES: dict[str, list[Table]] = {
     "delta prefill/": [
         (
@@ -86,9 +95,7 @@ TABLES: dict[str, list[Table]] = {
         ),
     ],
     "kimi prefill/": [
-        (kimi_chunks_cuda, "DECAYS", [Launch(2, 1), Launch(8, 1)]),
-        (kimi_chunks_cuda, "PAIRS", [Launch(2, 1), Launch(8, 1)]),
-        (kimi_chunks_cuda, "SOLVE", [Launch(8, 1), Launch(4, 2)]),
+        (kimi_chunks_cuda, "SOLVE", PIECES),
         *PASSES,
     ],
     "delta decode/": [

@@ -1,21 +1,22 @@
-"""Kimi Delta Attention over prompts on CUDA, 64 tokens at a time on tensor cores, in six launches:
+"""Kimi Delta Attention over prompts on CUDA, 64 tokens at a time on tensor cores, in four launches:
 
-    convolve  as in `delta_chunks_cuda`
-    decays    per chunk and head: cumulative sums of log decays
-    pairs     per 16 tokens of a chunk and head: the effect of earlier tokens on these
-    solve     per chunk and head: as in `_delta_solve_kernel`, from the results of pairs
-    pass, norm   as in `delta_chunks_cuda`
+    solve     per chunk and head: cumulative sums of log decays, the effect of earlier tokens on
+              later ones, and then as in `_delta_solve_kernel`
+    convolve, pass, norm   as in `delta_chunks_cuda`
 
 Names follow `kernels.recurrent.delta_rule.chunk_rule_by_key`. The effect of token j on a later
 token i is a sum over key elements, each decayed by exp(g_i - g_j), where g are cumulative log
 decays. As a GEMM it is (k_i exp(g_i - r)) (k_j exp(r - g_j)), where the factors must not overflow.
-Here r is the value of g before the 16 tokens that i belongs to. For j among these 16 tokens the
-second factor is above 1. If an element decays by more than STEEPEST within these tokens, their
-pairs are summed element by element.
+For a block of tokens r is the mean of its first and last g. A chunk is one block if no element
+decays by more than 2 STEEPEST in it. Otherwise blocks are halved until this holds. Pairs between
+two halves then need a GEMM of their own. Its r is the second half's first g, so that no factor
+exceeds 1.
 
 States are float32 between chunks. Operands, and data between launches except cumulative log decays,
 have x's dtype.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,7 +26,6 @@ from torch import Tensor
 from kernels.metadata import AttentionMeta
 from kernels.recurrent.chunks_cuda import (
     CHUNK,
-    Launch,
     num_slots,
     slot_of,
     softplus,
@@ -35,138 +35,132 @@ from kernels.recurrent.delta_chunks_cuda import Handed, convolve, pass_and_norm
 from kernels.recurrent.delta_rule import DeltaInputs
 from kernels.recurrent.sizes import tile_sizes
 
-PART = 16  # tokens whose pairs may be summed element by element
-# dtype -> the maximum decrease of a key element's cumulative log decay within PART tokens for which
-# a GEMM computes the pairs. The factors of a pair are between e^-STEEPEST and e^STEEPEST, and must
-# not lose x's precision.
+# dtype -> the maximum logarithm of a factor within a block. Factors are between e^-STEEPEST and
+# e^STEEPEST, and must not lose x's precision.
 STEEPEST = {torch.float32: 60.0, torch.bfloat16: 60.0, torch.float16: 6.0}
-DECAYS = Launch(4, 1)
-PAIRS = Launch(4, 1)
-SOLVE = Launch(4, 1)
 
 
-@triton.jit(
-    do_not_specialize=["a_stride", "num_tokens"],
-    do_not_specialize_on_alignment=["query_start", "counts", "a"],
-)
-def _kimi_decays_kernel(
-    a,
-    decay,
-    bias,
-    totals,  # [slots, HEADS, CHUNK, KEYS] float32: cumulative log decays in the chunk
-    query_start,
-    counts,
-    a_stride,
-    num_tokens,
-    HEADS: tl.constexpr,
-    KEY: tl.constexpr,
-    KEYS: tl.constexpr,  # padded KEY
-    CHUNK: tl.constexpr,
+class PiecesLaunch(NamedTuple):
+    piece: int  # elements of keys or values that a program loads at a time
+    num_warps: int
+    num_stages: int
+    registers: int  # maximum per thread
+
+
+SOLVE = PiecesLaunch(64, 4, 1, 255)
+
+
+@triton.jit
+def _is_steep(
+    totals, SIZE: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, STEEPEST: tl.constexpr
 ):
-    head = tl.program_id(0)
-    slot = tl.program_id(1)
-    entry, begin, first, length = slot_of(query_start, counts, num_tokens, slot, CHUNK)
-    if (entry >= tl.load(counts + 1)) | (first >= length):
-        return
-    steps = tl.arange(0, CHUNK)
-    dims = tl.arange(0, KEYS)
-    there = (first + steps < length)[:, None] & (dims < KEY)[None, :]
-    own = head * KEY + dims
-    step = a + ((begin + first + steps).to(tl.int64) * a_stride)[:, None] + own[None, :]
-    step = tl.load(step, mask=there, other=0.0).to(tl.float32)
-    step += tl.load(bias + own, mask=dims < KEY, other=0.0)[None, :]
-    step = tl.where(there, -tl.exp(tl.load(decay + head)) * softplus(step), 0.0)
-    totals += (slot.to(tl.int64) * HEADS + head) * CHUNK * KEYS
-    tl.store(totals + steps[:, None] * KEYS + dims[None, :], tl.cumsum(step, axis=0))
+    """Return 1 if an element decays by more than 2 STEEPEST in a block of SIZE tokens, else 0."""
+    first = tl.arange(0, CHUNK // SIZE)[:, None] * SIZE * KEYS + tl.arange(0, KEYS)[None, :]
+    decrease = tl.load(totals + first) - tl.load(totals + first + (SIZE - 1) * KEYS)
+    return (tl.max(tl.max(decrease, axis=1), axis=0) > 2 * STEEPEST).to(tl.int32)
 
 
-@triton.jit(
-    do_not_specialize=["num_tokens"],
-    do_not_specialize_on_alignment=["query_start", "counts"],
-)
-def _kimi_pairs_kernel(
-    queries,
-    keys,
-    totals,
-    lower,  # [slots, HEADS, CHUNK, CHUNK] float32: decayed keys @ earlier keys^T, without beta
-    overlaps,  # like `lower`, in x's dtype: decayed queries @ earlier keys^T
-    query_start,
-    counts,
-    num_tokens,
-    HEADS: tl.constexpr,
-    KEYS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PART: tl.constexpr,
-    STEEPEST: tl.constexpr,
-):
-    head = tl.program_id(0)
-    slot = tl.program_id(1)
-    origin = tl.program_id(2) * PART
-    entry, _, first, length = slot_of(query_start, counts, num_tokens, slot, CHUNK)
-    if (entry >= tl.load(counts + 1)) | (first >= length):
-        return
+@triton.jit
+def _products(
+    queries, keys, totals, first, last,
+    KEYS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """Return decayed keys @ keys^T and queries @ keys^T, [CHUNK, CHUNK] each.
+
+    They are valid for earlier keys of the same block, with HALVES those in its other half.
+
+    first, last: [CHUNK], the first and last token of each token's block. With HALVES, `first` is
+        the first token of the block's second half.
+    """
     dtype = keys.dtype.element_ty
     steps = tl.arange(0, CHUNK)
-    own = origin + tl.arange(0, PART)
-    dims = tl.arange(0, KEYS)
-    at = slot.to(tl.int64) * HEADS + head
-    queries += at * CHUNK * KEYS
-    keys += at * CHUNK * KEYS
-    totals += at * CHUNK * KEYS
-    tile = own[:, None] * KEYS + dims[None, :]
-    q = tl.load(queries + tile).to(tl.float32)
-    k = tl.load(keys + tile).to(tl.float32)
-    total = tl.load(totals + tile)
-    before = tl.load(totals + (origin - 1) * KEYS + dims, mask=dims * 0 + origin > 0, other=0.0)
-    since = tl.exp(total - before[None, :])
-    last = tl.load(totals + (origin + PART - 1) * KEYS + dims)
-    steep = tl.max(before - last, axis=0) > STEEPEST
-    seen = (steps < tl.where(steep, origin, origin + PART))[:, None] & (dims < KEYS)[None, :]
-    tile = steps[:, None] * KEYS + dims[None, :]
-    others = tl.load(keys + tile, mask=seen, other=0.0).to(tl.float32)
-    until = before[None, :] - tl.load(totals + tile, mask=seen, other=0.0)
-    until = tl.exp(tl.minimum(until, STEEPEST))
-    others = tl.trans((others * until).to(dtype))
-    of_keys = tl.dot((k * since).to(dtype), others, input_precision="ieee")
-    of_queries = tl.dot((q * since).to(dtype), others, input_precision="ieee")
-    if steep:
-        for number in range(PART):
-            column = origin + number
-            decayed_keys = tl.exp(
-                tl.minimum(total - tl.load(totals + column * KEYS + dims)[None, :], 0.0)
-            )
-            decayed_keys *= tl.load(keys + column * KEYS + dims).to(tl.float32)[None, :]
-            here = (steps == column)[None, :]
-            of_keys = tl.where(here, tl.sum(k * decayed_keys, axis=1)[:, None], of_keys)
-            of_queries = tl.where(here, tl.sum(q * decayed_keys, axis=1)[:, None], of_queries)
-    into = at * CHUNK * CHUNK + own[:, None] * CHUNK + steps[None, :]
-    of_keys = tl.where(own[:, None] > steps[None, :], of_keys, 0.0)
-    tl.store(lower + into, of_keys)
-    of_queries = tl.where(own[:, None] >= steps[None, :], of_queries, 0.0)
-    tl.store(overlaps + into, of_queries.to(dtype))
+    of_keys = tl.zeros([CHUNK, CHUNK], tl.float32)
+    of_queries = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for origin in range(0, KEYS, PIECE):
+        dims = (origin + tl.arange(0, PIECE))[None, :]
+        tile = steps[:, None] * KEYS + dims
+        reference = tl.load(totals + first[:, None] * KEYS + dims)
+        if not HALVES:
+            reference = 0.5 * (reference + tl.load(totals + last[:, None] * KEYS + dims))
+        total = tl.load(totals + tile) - reference
+        since = tl.exp(-tl.abs(total) if HALVES else total)
+        until = since if HALVES else tl.exp(-total)
+        k = tl.load(keys + tile).to(tl.float32)
+        earlier = tl.trans((k * until).to(dtype))
+        of_keys = tl.dot((k * since).to(dtype), earlier, of_keys, input_precision="ieee")
+        q = tl.load(queries + tile).to(tl.float32)
+        of_queries = tl.dot((q * since).to(dtype), earlier, of_queries, input_precision="ieee")
+    return of_keys, of_queries
 
 
+@triton.jit
+def _pairs(
+    queries, keys, totals,
+    KEYS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, STEEPEST: tl.constexpr,
+):  # fmt: skip
+    """Return decayed keys @ earlier keys^T and queries @ keys^T, [CHUNK, CHUNK] each.
+
+    Pairs with later keys are zero. queries, keys, totals: those of a chunk and head.
+    """
+    tl.static_assert(CHUNK == 64)
+    steps = tl.arange(0, CHUNK)
+    later, earlier = steps[:, None], steps[None, :]
+    halvings = _is_steep(totals, 64, KEYS, CHUNK, STEEPEST)
+    halvings += _is_steep(totals, 32, KEYS, CHUNK, STEEPEST)
+    halvings += _is_steep(totals, 16, KEYS, CHUNK, STEEPEST)
+    if halvings == 3:
+        halvings += _is_steep(totals, 8, KEYS, CHUNK, STEEPEST)
+        halvings += _is_steep(totals, 4, KEYS, CHUNK, STEEPEST)
+        halvings += _is_steep(totals, 2, KEYS, CHUNK, STEEPEST)
+    bits = 6 - halvings  # blocks have 2^bits tokens
+    first = (steps >> bits) << bits
+    of_keys, of_queries = _products(
+        queries, keys, totals, first, first + (1 << bits) - 1, KEYS, CHUNK, PIECE, False
+    )
+    of_keys = tl.where(later > earlier, of_keys, 0.0)
+    of_queries = tl.where(later >= earlier, of_queries, 0.0)
+    for bits in range(6 - halvings, 6):  # halves of 2^bits tokens
+        border = ((steps >> bits) | 1) << bits
+        between_keys, between_queries = _products(
+            queries, keys, totals, border, border, KEYS, CHUNK, PIECE, True
+        )
+        # Larger halves overwrite the pairs that are further apart.
+        apart = (later >> bits) > (earlier >> bits)
+        of_keys = tl.where(apart, between_keys, of_keys)
+        of_queries = tl.where(apart, between_queries, of_queries)
+    return of_keys, of_queries
+
+
+# `a` is specialised, as a stride divisible by 16 allows loads of 16 bytes.
 @triton.jit(
     do_not_specialize=["b_stride", "num_tokens"],
     do_not_specialize_on_alignment=["query_start", "counts", "b"],
 )
 def _kimi_solve_kernel(
+    a,
     b,
+    decay,
+    bias,
     queries,  # overwritten with queries decayed from the chunk's beginning
     keys,  # overwritten with keys decayed until the chunk's end
-    totals,
-    lower,
     weights,  # W: [slots, HEADS, CHUNK, KEYS]
     values,  # [slots, HEADS, CHUNK, VALUES]: values on input, overwritten by U
+    totals,  # [slots, HEADS, CHUNK, KEYS] float32: cumulative log decays in the chunk
+    overlaps,  # [slots, HEADS, CHUNK, CHUNK] of x's dtype: decayed queries @ earlier keys^T
     query_start,
     counts,
+    a_stride,
     b_stride,
     num_tokens,
     HEADS: tl.constexpr,
     MOST: tl.constexpr,
-    KEYS: tl.constexpr,
+    KEY: tl.constexpr,
+    KEYS: tl.constexpr,  # padded KEY
     VALUES: tl.constexpr,  # padded VALUE
     CHUNK: tl.constexpr,
+    KEY_PIECE: tl.constexpr,
+    VALUE_PIECE: tl.constexpr,
+    STEEPEST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     head = tl.program_id(0)
@@ -176,29 +170,48 @@ def _kimi_solve_kernel(
         return
     dtype = keys.dtype.element_ty
     steps = tl.arange(0, CHUNK)
-    dims = tl.arange(0, KEYS)
-    columns = tl.arange(0, VALUES)
     there = first + steps < length
+    token = (begin + first + steps).to(tl.int64)
     at = (slot.to(tl.int64) * HEADS + head) * CHUNK
-    gates = (begin + first + steps).to(tl.int64) * b_stride + head
-    beta = MOST * tl.sigmoid(tl.load(b + gates, mask=there, other=0.0).to(tl.float32))
-    inverse = tl.load(lower + at * CHUNK + steps[:, None] * CHUNK + steps[None, :])
-    inverse = unit_lower_inverse(inverse * beta[:, None], CHUNK, PRECISION) * beta[None, :]
+    queries += at * KEYS
+    keys += at * KEYS
+    weights += at * KEYS
+    totals += at * KEYS
+    values += at * VALUES
+    rate = -tl.exp(tl.load(decay + head))
+    for origin in range(0, KEYS, KEY_PIECE):
+        dims = origin + tl.arange(0, KEY_PIECE)
+        own = head * KEY + dims
+        mask = there[:, None] & (dims < KEY)[None, :]
+        step = tl.load(a + (token * a_stride)[:, None] + own[None, :], mask=mask, other=0.0)
+        step = step.to(tl.float32) + tl.load(bias + own, mask=dims < KEY, other=0.0)[None, :]
+        total = tl.cumsum(tl.where(mask, rate * softplus(step), 0.0), axis=0)
+        tl.store(totals + steps[:, None] * KEYS + dims[None, :], total)
+    tl.debug_barrier()  # other threads read these sums
+    of_keys, of_queries = _pairs(queries, keys, totals, KEYS, CHUNK, KEY_PIECE, STEEPEST)
+    square = at * CHUNK + steps[:, None] * CHUNK + steps[None, :]
+    tl.store(overlaps + square, of_queries.to(dtype))
+    beta = tl.load(b + token * b_stride + head, mask=there, other=0.0).to(tl.float32)
+    beta = MOST * tl.sigmoid(beta)
+    inverse = unit_lower_inverse(of_keys * beta[:, None], CHUNK, PRECISION) * beta[None, :]
     inverse = inverse.to(dtype)
-    value_tile = at * VALUES + steps[:, None] * VALUES + columns[None, :]
-    v = tl.load(values + value_tile)
-    u = tl.dot(inverse, v, input_precision="ieee")
-    tl.store(values + value_tile, u.to(dtype))
-    tile = at * KEYS + steps[:, None] * KEYS + dims[None, :]
-    total = tl.load(totals + tile)
-    whole = tl.load(totals + (at + CHUNK - 1) * KEYS + dims)
-    since = tl.exp(total)
-    q = tl.load(queries + tile).to(tl.float32)
-    tl.store(queries + tile, (q * since).to(dtype))
-    k = tl.load(keys + tile).to(tl.float32)
-    w = tl.dot(inverse, (k * since).to(dtype), input_precision="ieee")
-    tl.store(weights + tile, w.to(dtype))
-    tl.store(keys + tile, (k * tl.exp(whole[None, :] - total)).to(dtype))
+    for origin in range(0, VALUES, VALUE_PIECE):
+        tile = steps[:, None] * VALUES + (origin + tl.arange(0, VALUE_PIECE))[None, :]
+        u = tl.dot(inverse, tl.load(values + tile), input_precision="ieee")
+        tl.store(values + tile, u.to(dtype))
+    tl.debug_barrier()  # other threads have read queries and keys
+    for origin in range(0, KEYS, KEY_PIECE):
+        dims = origin + tl.arange(0, KEY_PIECE)
+        tile = steps[:, None] * KEYS + dims[None, :]
+        total = tl.load(totals + tile)
+        whole = tl.load(totals + (CHUNK - 1) * KEYS + dims)
+        since = tl.exp(total)
+        q = tl.load(queries + tile).to(tl.float32)
+        tl.store(queries + tile, (q * since).to(dtype))
+        k = tl.load(keys + tile).to(tl.float32)
+        w = tl.dot(inverse, (k * since).to(dtype), input_precision="ieee")
+        tl.store(weights + tile, w.to(dtype))
+        tl.store(keys + tile, (k * tl.exp(whole[None, :] - total)).to(dtype))
 
 
 def kimi_chunks(
@@ -217,58 +230,37 @@ def kimi_chunks(
     queries = x.new_empty(slots, heads.key_heads, CHUNK, sizes["KEYS"])
     keys, weights = torch.empty_like(queries), torch.empty_like(queries)
     totals = state.new_empty(queries.shape)
-    lower = state.new_empty(slots, heads.key_heads, CHUNK, CHUNK)
-    overlaps = x.new_empty(lower.shape)
+    overlaps = x.new_empty(slots, heads.key_heads, CHUNK, CHUNK)
     values = x.new_empty(slots, heads.key_heads, CHUNK, sizes["VALUES"])
-    common = {"HEADS": heads.key_heads, "KEYS": sizes["KEYS"], "CHUNK": CHUNK}
     convolve(inputs, queries, keys, values, meta)
-    _kimi_decays_kernel[(heads.key_heads, slots)](
+    _kimi_solve_kernel[(heads.key_heads, slots)](
         a,
+        b,
         heads.decay,
         heads.bias,
-        totals,
-        meta.query_start,
-        meta.counts,
-        a.stride(0),
-        num_tokens,
-        **common,
-        KEY=heads.key_size,
-        num_warps=DECAYS.num_warps,
-        num_stages=DECAYS.num_stages,
-    )
-    _kimi_pairs_kernel[(heads.key_heads, slots, CHUNK // PART)](
         queries,
         keys,
+        weights,
+        values,
         totals,
-        lower,
         overlaps,
         meta.query_start,
         meta.counts,
-        num_tokens,
-        **common,
-        PART=PART,
-        STEEPEST=STEEPEST[x.dtype],
-        num_warps=PAIRS.num_warps,
-        num_stages=PAIRS.num_stages,
-    )
-    _kimi_solve_kernel[(heads.key_heads, slots)](
-        b,
-        queries,
-        keys,
-        totals,
-        lower,
-        weights,
-        values,
-        meta.query_start,
-        meta.counts,
+        a.stride(0),
         b.stride(0),
         num_tokens,
-        **common,
-        VALUES=sizes["VALUES"],
+        HEADS=heads.key_heads,
         MOST=heads.most,
+        KEY=heads.key_size,
+        **sizes,
+        CHUNK=CHUNK,
+        KEY_PIECE=min(SOLVE.piece, sizes["KEYS"]),
+        VALUE_PIECE=min(SOLVE.piece, sizes["VALUES"]),
+        STEEPEST=STEEPEST[x.dtype],
         PRECISION="ieee" if x.element_size() > 2 else "tf32",
         num_warps=SOLVE.num_warps,
         num_stages=SOLVE.num_stages,
+        maxnreg=SOLVE.registers,
     )
     handed = Handed(queries, keys, weights, values, totals, overlaps)
     pass_and_norm(inputs, out, meta, handed)

@@ -562,7 +562,7 @@ def test_decays_by_key(heads: int, sizes: tuple[int, int], back_end: str) -> Non
 def test_chunks_by_key(decays: tuple[tuple[int, int], str], dtype: torch.dtype) -> None:
     """Decays of single elements that add up to hundreds within a chunk, or within 16 tokens, beside
     others that keep all: factors of pairs that overflow, or that vanish where their product does
-    not. Mild decays, whose pairs within 16 tokens are a matmul: a token that sees later ones there,
+    not. Mild decays, whose pairs within a chunk are one matmul: a token that sees later ones there,
     or not itself. Decodes, prompts of several chunks, one that goes on, and what a graph knows of
     them."""
     torch.manual_seed(6)
@@ -574,7 +574,7 @@ def test_chunks_by_key(decays: tuple[tuple[int, int], str], dtype: torch.dtype) 
         inputs[2][::7, ::3] += 40.0  # as if the state began again there
         inputs[2][:, 1::3] -= 12.0
     else:
-        inputs[2] -= 4.0  # 5 at most in 16 tokens, which float16 allows
+        inputs[2] -= 4.0  # 5 at most in 16 tokens
     meta = step(kv_len, lengths, 1)
     tail, state = random(ROWS, 3, how.conv.shape[0]), random(ROWS, 1, *sizes)
     before = tail.clone(), state.clone()
@@ -594,6 +594,33 @@ def test_chunks_by_key(decays: tuple[tuple[int, int], str], dtype: torch.dtype) 
     graph = replace(meta, num_decodes=4, counts=torch.tensor([1, 4], device=DEVICE).int())
     again = CHUNKS.kimi_delta(DeltaInputs(*inputs, how, *before), graph)
     assert torch.equal(again, actual) and torch.equal(before[1], state)
+
+
+@pytest.mark.parametrize(
+    ("rate", "dtype"), grid([0.0, 0.1, 3.0, 5.0, 10.0, 20.0, 50.0, 150.0], DTYPES), ids=str
+)
+def test_decays_of_any_rate(rate: float, dtype: torch.dtype) -> None:
+    """A chunk in which a third of the elements keep all, a third are forgotten at some tokens only,
+    and a third at each token at `rate` (5 is the bound of some models' gates): blocks halved once
+    too rarely, whose factors overflow, a reference of another token, a pair of two halves that is
+    left out or counted twice, a key that affects its own token."""
+    torch.manual_seed(7)
+    how, inputs = by_key(2, (32, 16), 100)
+    how = replace(how, decay=torch.zeros_like(how.decay), bias=torch.zeros_like(how.bias))
+    inputs = [tensor.to(dtype) for tensor in inputs]
+    log_decay = torch.full_like(inputs[2], rate, dtype=torch.float64)
+    log_decay[:, ::3] = 0
+    log_decay[:, 1::3] *= 2 * (torch.rand(log_decay[:, 1::3].shape) < 0.5).to(log_decay)
+    inputs[2] = log_decay.expm1().log().clamp(-200, 1e4).to(dtype)
+    meta = step([100], [100], 0)
+    tail, state = random(ROWS, 3, how.conv.shape[0]), random(ROWS, 2, 32, 16)
+    want_state = torch.zeros_like(state[5]).double()
+    part = [tensor.double() for tensor in inputs]
+    want = delta(*part, how, tail[5].double() * 0, want_state)
+    actual = CHUNKS.kimi_delta(DeltaInputs(*inputs, how, tail, state), meta)
+    bound = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.15}[dtype]
+    assert row_error(actual, want) < bound
+    assert row_error(state[5].flatten(1), want_state.flatten(1)) < bound
 
 
 def test_equal_keys() -> None:

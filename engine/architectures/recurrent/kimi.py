@@ -63,11 +63,10 @@ class Kimi:
         """The buffer elements of a prompt's chunk, all heads: (16-bit elements, float32 elements).
 
         `kernels.recurrent.kimi_chunks_cuda` allocates them. The 16-bit elements are queries, keys,
-        weights, values and token pairs. The float32 elements are cumulative decays, and token
-        pairs.
+        weights, values and token pairs. The float32 elements are cumulative decays.
         """
-        size, pairs = max(64, padded(self.size)), CHUNK * CHUNK
-        return self.heads * (4 * CHUNK * size + pairs), self.heads * (CHUNK * size + pairs)
+        elements = CHUNK * max(64, padded(self.size))
+        return self.heads * (4 * elements + CHUNK * CHUNK), self.heads * elements
 
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
