@@ -18,6 +18,9 @@ decode before it:
   decodes      at start .. start + k, which sample y0 .. yk
   accepted     d1 .. da, where d1 = y0, d2 = y1, ...; the text continues with y0 .. ya, which the
                sampler has written over the drafts
+
+If a model computes drafts, batch n + 1 can be launched before the host knows a. Its starts are then
+those after a = 0, and the device adds each row's a (`Batch.unsettled`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -83,7 +86,7 @@ class Batch:
     step: int
     # [num_entries]; only decodes may have the same row
     rows: list[int] = field(default_factory=list)
-    # [num_entries] number of the row's tokens whose KV is already computed
+    # [num_entries] number of the row's tokens whose KV is already computed; see `unsettled`
     starts: list[int] = field(default_factory=list)
     # [num_entries] number of tokens to compute, >= 1
     lengths: list[int] = field(default_factory=list)
@@ -96,13 +99,16 @@ class Batch:
     # (row, position of the first id, draft ids) to write into rows before anything reads them. A
     # draft model's drafts are in the rows already; all their ids are ON_DEVICE.
     drafts: list[tuple[int, int, list[int]]] = field(default_factory=list)
-    # Requests' rows for which drafts are computed after sampling, [7, rows] int64: a column each.
-    # The next step is launched when the samples are known, while the drafts are still computed.
-    # Lines:
+    # > 0: the batch was scheduled before the host knew how many drafts the last step accepted, at
+    # most this number of a row. The device adds each row's number to all positions of the row.
+    unsettled: int = 0
+    # Rows for which drafts are computed after sampling, then the other rows with drafts of a model,
+    # whose accepted drafts the device counts: [7, rows] int64, a column each. Lines:
     #   ROW, POSITION   the row, and the position of the last token that its entry computes
     #   ENTRY           index of the row's entry that samples: its decode or its chunk
     #   FIRST_DRAFT     index of the entry of the row's first draft; has no meaning without drafts
-    #   COUNT           new drafts, at least 1; the row has blocks for as many further tokens
+    #   COUNT           new drafts, 0 if drafts are only counted; the row has blocks for as many
+    #                   further tokens
     #   VERIFIED        the row's drafts in this step; new drafts follow the accepted ones of these
     #   SYNTHETIC       how many of these count as accepted, whatever was sampled; -1 = those that
     #                   equal the samples
@@ -163,7 +169,7 @@ class StepResult:
     errors: entry index -> why the entry has no valid token, e.g. "numerical_error".
     drafts: a function that waits for the drafts that `Batch.proposals` orders and returns them,
         [columns of proposals, most draft tokens]; elements from a column's COUNT on are undefined.
-        Drafts are ready before the next step's samples.
+        Drafts are ready before the next step's samples. Not called if no column has a COUNT.
     encode_seconds: the seconds of image encodes that ended since the last result.
     encode_wait: the part of encode_seconds for which steps waited.
     """

@@ -124,7 +124,8 @@ def build_runner(
             assert group is not None
             drafts_kv = KVCache.allocate(drafter.kv, *sizes, memory=memory, pages=pages)
             most = resolved.max_num_batched_tokens
-            own_layout = rows, kv.block_size, most + max_num_seqs, device, steps
+            # a draft model's inputs are uploaded after the event for which a result waits
+            own_layout = rows, kv.block_size, most + max_num_seqs, device, steps + 1
             passes = DraftPasses(drafter, kernels, rows, drafts_kv, sampler, group, vocab_size)
             own_inputs = None if drafter.reads_states else make_inputs(*own_layout)
             drafting = Drafting(passes, own_inputs, most)

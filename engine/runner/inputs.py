@@ -67,6 +67,7 @@ class CpuInputs:
         self._rows = rows
         self._tokens = rows.tokens.numpy()
         self._table = rows.block_table.numpy()
+        self._accepted = rows.accepted.numpy()
         self._deltas = None if rows.deltas is None else rows.deltas.numpy()
         groups = rows.num_groups
         self._tables = [self._table[:, group::groups] for group in range(groups)]
@@ -83,6 +84,8 @@ class CpuInputs:
 
         rows = np.asarray(batch.rows, dtype=np.int64)
         starts = np.asarray(batch.starts, dtype=np.int64)
+        if batch.unsettled:
+            starts += self._accepted[rows]
         size = self._block_size
         samples = None
         if batch.num_decodes == len(batch.rows):  # each entry has one token and samples
@@ -279,6 +282,9 @@ class CudaInputs:
         packed[:used].copy_(staging.tensor[:used], non_blocking=True)
         if packed is not self._packed:
             self._packed[: self._updates_at].copy_(packed[: self._updates_at])
+        if batch.unsettled:  # the padding row has accepted none
+            rows = self.rows[:num_entries]
+            self.starts[:num_entries] += self._rows.accepted.index_select(0, rows)
         if num_updates:
             apply_updates(
                 packed[self._updates_at : used],
@@ -365,7 +371,7 @@ class CudaInputs:
         decodes_only = batch.num_decodes == count
         lengths = batch.lengths
         kv_len = [start + length for start, length in zip(batch.starts, lengths, strict=True)]
-        sizes = count, batch.num_tokens, batch.num_decodes, max(kv_len)
+        sizes = count, batch.num_tokens, batch.num_decodes, max(kv_len) + batch.unsettled
         token_ids, metas = self.lay_out(*sizes, runs=bool(batch.drafts))
         for meta in metas:
             meta.query_start_host = [0, *accumulate(lengths)]

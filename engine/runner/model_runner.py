@@ -131,6 +131,8 @@ class ModelRunner:
         if self.kv.states is not None and (batch.saved_states or batch.resumed_states):
             self.kv.states.save(batch.saved_states)
             self.kv.states.resume(batch.resumed_states)
+        if self.drafting is not None:
+            self.drafting.begin(batch)
         samples = self.sampling.samples_of(batch)
 
         def sample(hidden: Hidden) -> DeviceResult:

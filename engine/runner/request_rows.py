@@ -19,6 +19,9 @@ class RequestRows:
     # * block_size and following, in the layers of group g (engine/config/kv_groups.py)
     block_table: Tensor
     pad_row: int
+    # [max_num_seqs + 1] int32: the number of drafts that the last step has accepted, where the next
+    # batch's starts do not include them (`Batch.unsettled`); else 0
+    accepted: Tensor
     num_groups: int = 1
     # [max_num_seqs + 1] int32: the rotary position of a token after a row's images is its index +
     # delta. None = positions are indices.
@@ -46,6 +49,7 @@ class RequestRows:
             ),
             block_table=torch.zeros(max_num_seqs + 1, max_blocks, dtype=torch.int32, device=device),
             pad_row=max_num_seqs,
+            accepted=torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device),
             num_groups=num_groups,
             deltas=torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
             if axes
@@ -55,4 +59,5 @@ class RequestRows:
     @property
     def num_bytes(self) -> int:
         deltas = 0 if self.deltas is None else self.deltas.numel()
-        return 4 * (self.tokens.numel() + self.block_table.numel() + deltas)
+        numbers = self.tokens.numel() + self.block_table.numel() + self.accepted.numel()
+        return 4 * (numbers + deltas)

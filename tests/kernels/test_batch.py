@@ -131,6 +131,37 @@ def test_drafts_are_read_in_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pair.rows[0].tokens.tolist() == pair.rows[1].tokens.tolist()
 
 
+def test_accepted_drafts_move_their_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: after accepted drafts a token is read, written or sampled at the position before them,
+    or another row moves."""
+    pair = Pair(monkeypatch)
+    blocks = [(row, index, 10 * row + index) for row in (1, 3, 4) for index in range(3)]
+    texts = {1: [5, 6, 7, 8, 9], 3: [2, 3, 4], 4: [8, 9]}
+    fresh = [
+        NewRow(row, text, 1, SamplingParams(), seed=0, choice=0, stop_ids=())
+        for row, text in texts.items()
+    ]
+    starts, accepted = [2, 1, 3, 0], {1: 2, 3: 1, 4: 0}
+    sizes = [1, 1, 1, 2], [True] * 4, 3
+    unsettled = Batch(1, [1, 3, 1, 4], starts, *sizes, fresh, blocks, unsettled=2)
+    for rows in pair.rows:
+        for row, count in accepted.items():
+            rows.accepted[row] = count
+    moved = [start + accepted[row] for start, row in zip(starts, unsettled.rows, strict=True)]
+    settled = Batch(1, unsettled.rows, moved, *sizes)
+    ahead = [pair.cpu.assemble(unsettled), pair.cuda.assemble(unsettled)]
+    want = pair.cpu.assemble(settled)
+    assert want.metas[0].positions.tolist() == [4, 2, 5, 0, 1]
+    assert want.token_ids.tolist() == [9, 4, 0, 8, 9]
+    for step in ahead:
+        assert step.metas[0].max_kv_len >= want.metas[0].max_kv_len
+        step.metas[0].max_kv_len = want.metas[0].max_kv_len
+        same(step, want)
+    pair.cuda.upload(unsettled, NUM_ROWS, 2 * NUM_ROWS)  # as for a CUDA graph
+    _, (meta, *_) = pair.cuda.lay_out(NUM_ROWS, 2 * NUM_ROWS, NUM_ROWS, MAX_LEN)
+    assert meta.positions.tolist()[:5] == [4, 2, 5, 0, 1]
+
+
 def test_padding_writes_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """An unused entry of a graph overwrites keys of whoever owns block 0."""
     pair, steps = Pair(monkeypatch), RandomSteps(NUM_ROWS, 0)

@@ -52,8 +52,10 @@ class Drafting:
         self._inputs, self._max_tokens = inputs, max_tokens
         # row -> number of its request's tokens that the draft model has processed; -1 = none
         self._read = [-1] * (passes.rows.pad_row + 1)
+        self._read_in = self._read.copy()  # row -> the step in which these were processed
         self._like: Tensor | None = None  # an output row of the drafter, for its width and dtype
         self.graphs: DraftGraphs | None = None  # CUDA graphs of the drafting passes
+        self._counted = False  # whether a step since `begin` has set `RequestRows.accepted`
 
     @property
     def tables(self) -> list[Tensor]:
@@ -77,6 +79,15 @@ class Drafting:
         self.graphs = None
         self.kv.shrink(num_blocks)
 
+    def begin(self, batch: Batch) -> None:
+        """Reset the numbers of accepted drafts if the batch's starts include them.
+
+        Call this before the step's inputs are assembled.
+        """
+        if self._counted and not batch.unsettled:
+            self.passes.rows.accepted.zero_()
+            self._counted = False
+
     def launch(
         self,
         batch: Batch,
@@ -86,25 +97,46 @@ class Drafting:
     ) -> Tensor | None:
         """Launch the drafter after a step's sampling; return drafts [proposals, most] int64.
 
-        Elements after a proposal's count are undefined. None without proposals.
+        Elements after a proposal's count are undefined. None without proposals. The numbers of
+        drafts that the step has accepted are set for the next one.
 
         metas: the step's attention metas, by KV group.
         states: the target model's hidden states of all the step's tokens, see `ModelDrafter.fused`.
         read: launches the pass over the step's tokens as a CUDA graph, and returns the drafter's
             rows.
         """
+        drafts: Tensor | None = None
         if not self.reads_states:
-            return self._follow(batch)
-        if batch.dormant:
-            return None
-        rows = self.passes.read(metas, states) if read is None else read()
+            drafts = self._follow(batch)
+        elif not batch.dormant:
+            drafts = self._read_step(batch, metas, states, read)
         table = batch.proposals
+        if table is not None:
+            self._counted = True
+            if drafts is None:
+                self.passes.accept(self._uploaded(table), int(table[VERIFIED].max()))
+        return drafts
+
+    def _read_step(
+        self,
+        batch: Batch,
+        metas: Sequence[AttentionMeta],
+        states: Tensor,
+        read: Callable[[], Tensor] | None,
+    ) -> Tensor | None:
+        """Run a drafter that reads hidden states over all tokens of a step; return the drafts of
+        proposals.
+
+        metas, states, read: see `launch`.
+        """
+        rows = self.passes.read(metas, states) if read is None else read()
+        table = _proposing(batch)
         if table is None:
             return None
         if batch.num_decodes < len(batch.rows):  # tokens of chunks come after those of decodes
             table = table.copy()
             table[ENTRY] = np.cumsum(batch.lengths)[table[ENTRY]] - 1
-        return self._propose(table, rows)
+        return self._propose(table, rows, batch.unsettled)
 
     def _follow(self, batch: Batch) -> Tensor | None:
         """Run a draft model over tokens that it has not processed; return the drafts of proposals.
@@ -120,12 +152,12 @@ class Drafting:
             start = batch.starts[entry]
             spans[entry] = start, start + batch.lengths[entry]
             self._read[batch.rows[entry]] = spans[entry][1]
-        proposals = batch.proposals
+        proposals = _proposing(batch)
         if proposals is not None:
             share = self._max_tokens - sum(end - start for start, end in spans.values())
-            share = max(0, share) // proposals.shape[1]
-            columns = proposals[[ROW, ENTRY, POSITION, VERIFIED]].T.tolist()
-            for row, entry, position, drafts in columns:
+            share = max(0, share) // int(np.count_nonzero(proposals[COUNT]))
+            columns = proposals[[ROW, ENTRY, POSITION, VERIFIED]][:, proposals[COUNT] > 0]
+            for row, entry, position, drafts in columns.T.tolist():
                 start, known = batch.starts[entry], position + 2
                 end = known + drafts  # position after the token that follows the last draft
                 if entry not in spans:
@@ -133,32 +165,42 @@ class Drafting:
                     # The newest token is always processed. Skipped tokens only lower the acceptance
                     # rate.
                     start = start if read < 0 else min(read, known - 1)
+                    if self._read_in[row] < batch.step - 1:
+                        # the device adds drafts that the draft model has not read
+                        start = max(0, start - batch.unsettled)
                     start = max(start, end - max(share, drafts + 2))
                 spans[entry] = start, end
                 self._read[row] = known
         if not spans:
             return None
+        for entry in spans:
+            self._read_in[batch.rows[entry]] = batch.step
         starts = [start for start, _ in spans.values()]
         lengths = [end - start for start, end in spans.values()]
         rows = [batch.rows[entry] for entry in spans]
         assert self._inputs is not None
-        step = self._inputs.assemble(Batch(batch.step, rows, starts, lengths, [True] * len(rows)))
+        own = Batch(
+            batch.step, rows, starts, lengths, [True] * len(rows), unsettled=batch.unsettled
+        )
+        step = self._inputs.assemble(own)
         meta = step.metas[self.passes.group]
         out = self.passes.forward(step.token_ids.long(), step.token_ids, meta)
         if proposals is None:
             return None
         ends = dict(zip(spans, accumulate(lengths), strict=True))
         table = proposals.copy()
-        last = np.asarray([ends[entry] - 1 for entry in table[ENTRY].tolist()])
-        table[ENTRY] = last - table[VERIFIED]
+        # entries without new drafts are in no span, and need no output row
+        last = np.asarray([ends.get(entry, 1) - 1 for entry in table[ENTRY].tolist()])
+        table[ENTRY] = np.maximum(last - table[VERIFIED], 0)
         table[FIRST_DRAFT] = table[ENTRY] + 1
-        return self._propose(table, out)
+        return self._propose(table, out, batch.unsettled)
 
-    def _propose(self, host: NDArray[np.int64], rows: Tensor) -> Tensor:
+    def _propose(self, host: NDArray[np.int64], rows: Tensor, unsettled: int) -> Tensor:
         """Return the drafts of the batch's proposals.
 
         host: the table of `DraftPasses`.
         rows: the drafter's rows of the tokens that it has processed in this step.
+        unsettled: see `Batch`.
         """
         if self._like is None:
             self._like = rows[:1].clone()
@@ -172,7 +214,7 @@ class Drafting:
         most_verified = int(host[VERIFIED].max())
         index, last = passes.accept(table, most_verified)
         states = rows.index_select(0, index)
-        longest = int(host[POSITION].max()) + 1 + most_verified + most
+        longest = int(host[POSITION].max()) + unsettled + 1 + most_verified + most
         drawn = [passes.draw(table, last, states, 1, plan)]
         for number in range(2, most + 1):
             states = passes.extend(table, last, drawn[-1], states, number, longest)
@@ -195,3 +237,9 @@ class Drafting:
         if self.passes.cuda:
             result.drafted = torch.cuda.Event()
             result.drafted.record()
+
+
+def _proposing(batch: Batch) -> NDArray[np.int64] | None:
+    """Return `Batch.proposals` if it orders new drafts, and not only counts of accepted ones."""
+    table = batch.proposals
+    return table if table is not None and table[COUNT].any() else None

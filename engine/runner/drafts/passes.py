@@ -25,6 +25,7 @@ class DraftPasses:
     A table of proposals is [7, n] int64, see `Batch.proposals`. Here ENTRY and FIRST_DRAFT are
     indices of the drafter's output rows, one a token. ENTRY is the row from which the next draft is
     sampled if no draft of the step is accepted; FIRST_DRAFT is the row of the step's first draft.
+    POSITION is the batch's, to which `accept` adds the accepted drafts of the step before.
     """
 
     def __init__(
@@ -88,14 +89,18 @@ class DraftPasses:
 
     def accept(self, table: Tensor, most: int) -> tuple[Tensor, Tensor]:
         """Return, for each proposal, the index of the drafter's row to draft from, and the last
-        accepted position.
+        accepted position. Set `RequestRows.accepted` for the next step.
+
+        Call this once in a step, after its sampling.
 
         most: the maximum number of a request's drafts that the step verifies.
         """
-        row, last, index, first_draft, _, verified, synthetic = table.unbind(0)
+        row, last, index, first_draft, wanted, verified, synthetic = table.unbind(0)
+        tokens, counts = self.rows.tokens, self.rows.accepted
+        last = last + counts[row]
+        counts.zero_()
         if not most:
             return index, last
-        tokens = self.rows.tokens
         steps = torch.arange(most, device=tokens.device)
         places = (last[:, None] + 1 + steps).clamp(max=tokens.shape[1] - 1)
         agree = (tokens[row[:, None], places] == self.drafts[row, :most]) & (
@@ -103,7 +108,9 @@ class DraftPasses:
         )
         accepted = agree.long().cumprod(1).sum(1)
         accepted = torch.where(synthetic >= 0, synthetic, accepted)
-        index = torch.where(accepted > 0, first_draft + accepted - 1, index)
+        counts[row] = accepted.int()
+        # rows without new drafts may have no row of the drafter
+        index = torch.where((accepted > 0) & (wanted > 0), first_draft + accepted - 1, index)
         return index, last + accepted
 
     def draw(

@@ -417,6 +417,7 @@ class StepGraphs:
                 if hidden.read is None:
                     # input assembly again, for layers outside the graph
                     longest = max(map(sum, zip(batch.starts, batch.lengths, strict=True)))
+                    longest += batch.unsettled
                     _, hidden.metas = self._inputs.lay_out(*size, size[0], longest, runs=verifies)
             return hidden
         # Copies, since the next step overwrites the buffers.
