@@ -12,7 +12,7 @@ from engine.runner.model_runner import ModelRunner
 from engine.runner.warm_up import capture_drafts
 from engine.scheduling.core import EngineCore
 from engine.scheduling.drafts.speculation import Speculation
-from engine.scheduling.request import Request
+from engine.scheduling.drafts.verifications import Proposals
 from engine.speculation.computed import ComputedDrafter
 from engine.speculation.lengths import DraftLengths, DraftRecord
 
@@ -149,19 +149,14 @@ def watch_drafts(monkeypatch: pytest.MonkeyPatch) -> Watched:
     """Return a list to which the drafts of all requests are appended, with the texts they
     continue."""
     seen: Watched = []
-    receive = Speculation.receive
+    receive = Proposals.receive
 
-    def watched(
-        self: Speculation,
-        requests: Sequence[Request],
-        counts: Sequence[int],
-        read: Callable[[], Sequence[Sequence[int]]],
-    ) -> None:
-        for request, count, drafts in zip(requests, counts, read(), strict=True):
+    def watched(self: Proposals, read: Callable[[], Sequence[Sequence[int]]]) -> None:
+        for request, count, drafts in zip(self.requests, self.counts, read(), strict=False):
             seen.append((request.token_ids.copy(), [int(token) for token in drafts[:count]]))
-        receive(self, requests, counts, read)
+        receive(self, read)
 
-    monkeypatch.setattr(Speculation, "receive", watched)
+    monkeypatch.setattr(Proposals, "receive", watched)
     return seen
 
 

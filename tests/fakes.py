@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -209,6 +210,7 @@ class _Step:
     resumed: list[tuple[int, int]]
     masked: list[int]
     proposals: list[Proposal]
+    unsettled: int
     images: list[Image]
     dropped_images: list[bytes]
     ahead_images: list[Image]
@@ -276,6 +278,9 @@ class FakeRunner:
         self.pictures: dict[bytes, int] = {}  # digest -> CRC, of all embeddings ever cached
         self.launch_encoded: dict[bytes, int] = {}  # digest -> size, as of the last launch
         self.computed: dict[int, list[int]] = {}  # row -> drafts that the last step computed
+        self.accepted: dict[int, int] = {}  # row -> number of drafts that the last step accepted
+        # row -> maximum number of drafts that the last launched step may accept
+        self.uncertain: dict[int, int] = {}
         self.num_encoded = 0
         self.launch_table: dict[int, dict[int, int]] = {}  # the tables as of the last launch
         self.in_flight: list[_Step] = []
@@ -319,6 +324,7 @@ class FakeRunner:
             list(batch.resumed_states),
             list(batch.masked),
             proposals_of(batch),
+            batch.unsettled,
             list(batch.images),
             list(batch.dropped_images),
             list(batch.ahead_images),
@@ -352,7 +358,11 @@ class FakeRunner:
         drafted = [row for row, _, drafts in batch.drafts for _ in drafts]
         twice = Counter(batch.rows) - Counter(set(batch.rows))
         assert twice == Counter(drafted), "a row is in the batch twice"
-        assert not (drafted and self.in_flight), "drafts beside a token that is not known"
+        known = any(drafts[0] != ON_DEVICE for _, _, drafts in batch.drafts)
+        assert not (known and self.in_flight), "drafts beside a token that is not known"
+        uncertain = self.uncertain if self.in_flight else {}
+        assert batch.unsettled == max(uncertain.values(), default=0), "positions are not known"
+        self.uncertain = {row: len(drafts) for row, _, drafts in batch.drafts}
         assert len(batch.rows) <= config.max_num_seqs, "more requests than rows"
         single = [n == 1 and s for n, s in zip(batch.lengths, batch.samples, strict=True)]
         assert all(single[: batch.num_decodes]) and not any(single[batch.num_decodes :])
@@ -366,7 +376,6 @@ class FakeRunner:
             }
             assert unknown.isdisjoint(batch.rows), "the last token is not known where it is needed"
         proposals = proposals_of(batch)
-        assert not (proposals and self.in_flight), "drafts for a text that is not known"
         for new in batch.new_rows:
             assert new.row not in busy, "a row was given away while a step uses it"
             self.launch_table[new.row] = {}
@@ -378,13 +387,13 @@ class FakeRunner:
         for row, index, block in batch.new_blocks:
             self.launch_table[row][index] = block
         for row, start, length in zip(batch.rows, batch.starts, batch.lengths, strict=True):
-            assert start + length <= config.max_model_len
-            for index in range(
-                start // config.block_size, (start + length - 1) // config.block_size + 1
-            ):
+            last = start + length - 1 + uncertain.get(row, 0)
+            assert last < config.max_model_len
+            for index in range(start // config.block_size, last // config.block_size + 1):
                 for group, kind in enumerate(config.kinds):
                     at = (index if kind.by_position else 0) * self.groups + group
-                    block = self.launch_table[row][at]
+                    block = self.launch_table[row].get(at, -1)
+                    assert block >= 0, "a token has no block"
                     assert written.setdefault(block, row) == row, "two requests write one block"
         proposed = [proposal.row for proposal in proposals]
         assert len({*proposed}) == len(proposed), "a row gets drafts twice"
@@ -393,13 +402,17 @@ class FakeRunner:
             row, entry = proposal.row, proposal.entry
             end = batch.starts[entry] + batch.lengths[entry]
             assert proposal.position == end - 1
-            assert batch.rows[entry] == row and batch.samples[entry] and proposal.count > 0
+            assert batch.rows[entry] == row and batch.samples[entry]
+            assert proposal.count > 0 or proposal.verified, "nothing to draft or to count"
             first, own = verified.get(row, (end, ()))
             assert first == end and len(own) == proposal.verified
             for at in range(len(own)):
                 place = proposal.first_draft + at
                 assert (batch.rows[place], batch.starts[place]) == (row, end + at)
-            last = end + len(own) + proposal.count  # the text is never longer than this
+            if not proposal.count:
+                continue
+            # the text is never longer than this
+            last = end + uncertain.get(row, 0) + len(own) + proposal.count
             assert last < config.max_model_len, "drafts beyond the longest text"
             for index in range(end // config.block_size, (last - 1) // config.block_size + 1):
                 for group, kind in enumerate(config.kinds):
@@ -478,6 +491,10 @@ class FakeRunner:
             self.news[new.row] = new
         for row, index, block in step.blocks:
             self.table[row, index] = block
+        if step.unsettled:
+            accepted = self.accepted
+            step.entries = [(row, at + accepted.get(row, 0), *n) for row, at, *n in step.entries]
+            step.drafts = [(row, at + accepted.get(row, 0), ids) for row, at, ids in step.drafts]
         verified: dict[int, list[int]] = {}  # row -> its drafts
         for row, first, drafts in step.drafts:
             computed = drafts[0] == ON_DEVICE
@@ -568,22 +585,31 @@ class FakeRunner:
             self.tokens[row, end] = max(token, 0)
             result.tokens.append(token)
         result.logprobs, result.prompt_logprobs, result.errors = logprobs, prompt_logprobs, errors
-        drafted = [self._draft(step, p, verified.get(p.row, ())) for p in step.proposals]
-        self.computed = {p.row: ids for p, ids in zip(step.proposals, drafted, strict=True)}
+        self.accepted = {
+            p.row: self._accept(step, p, verified[p.row]) for p in step.proposals if p.verified
+        }
+        drafted = [self._draft(step, p) for p in step.proposals if p.count]
+        ordered = (p.row for p in step.proposals if p.count)
+        self.computed = dict(zip(ordered, drafted, strict=True))
         most = max((p.count for p in step.proposals), default=0)
         result.drafts = lambda: [ids + [-1] * (most - len(ids)) for ids in drafted]
         return result
 
-    def _draft(self, step: _Step, proposal: Proposal, verified: Sequence[int]) -> list[int]:
-        """Return drafts that continue the row's text after the accepted drafts of the step.
+    def _accept(self, step: _Step, proposal: Proposal, verified: Sequence[int]) -> int:
+        """Return how many drafts of a row the step accepts, which the next step may need.
 
         verified: the row's drafts in this step."""
+        if proposal.synthetic >= 0:
+            return proposal.synthetic
         row, start, length, _ = step.entries[proposal.entry]
-        end = start + length
-        for draft in verified:
-            if self.tokens[row, end] != draft:
-                break
-            end += 1
+        sampled = self.tokens[row, start + length :]
+        pairs = zip(verified, sampled.tolist(), strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def _draft(self, step: _Step, proposal: Proposal) -> list[int]:
+        """Return drafts that continue the row's text after the accepted drafts of the step."""
+        row, start, length, _ = step.entries[proposal.entry]
+        end = start + length + self.accepted.get(row, 0)
         text: list[int] = self.tokens[row, : end + 1].tolist()
         new, keys, drafts = self.news[row], [0], []
         for at, token in enumerate(text):

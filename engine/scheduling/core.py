@@ -7,7 +7,8 @@ One call of `step`, one batch ahead (async_scheduling):
 so that the device has the next step before the host has seen the last result. Otherwise a step is
 scheduled, launched, waited for and updated in one call. In a pipeline each micro-batch has a step
 in flight, and the call waits for the oldest. A step with drafts is waited for at once, and launched
-when no other is in flight.
+when no other is in flight, unless the device can add accepted drafts to the next step's positions:
+see `StepDrafts.ahead`.
 A grammar needs a token before it can tell what may follow. So if a constrained request has its last
 token in flight, the step's forward pass is launched without its sampling:
 
@@ -225,8 +226,8 @@ class EngineCore:
         batch = None if held else scheduler.schedule()
         deltas = self._outbox + scheduler.take_failed()
         self._outbox.clear()
-        verifying = scheduler.drafts is not None and scheduler.drafts.verifying
-        depth = 1 if recovery.bisection is not None or verifying else self._depth
+        waits = scheduler.drafts is not None and scheduler.drafts.waits
+        depth = 1 if recovery.bisection is not None or waits else self._depth
         # whether the device has waited for this launch since the last step
         idle_device = bool(batch and scheduler.num_batch and pending and pending[-1].ready())
         result: StepResult | None = None
@@ -241,8 +242,8 @@ class EngineCore:
             recovery.recompute()
             result = None
         idle = not (result or blame.failure or batch or held)
-        waits = self._moves is not None and self._moves.holds and scheduler.can_run()
-        if idle and (scheduler.loading or waits):
+        pulling = self._moves is not None and self._moves.holds and scheduler.can_run()
+        if idle and (scheduler.loading or pulling):
             time.sleep(_LOAD_SECONDS)
         else:
             assert not (idle and scheduler.can_run()), "requests are left, yet none can run"
@@ -304,7 +305,7 @@ class EngineCore:
     def _launch_drafts(self, deltas: list[Delta]) -> None:
         """Launch the next step before the deltas of the last step, which had drafts, are published.
 
-        Otherwise the device would be idle while deltas are published, or only compute model drafts.
+        Otherwise the device would be idle meanwhile. Does nothing if that step is launched already.
 
         deltas: gets the last deltas of requests whose grammar allows no token.
         """

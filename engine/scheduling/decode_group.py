@@ -103,18 +103,23 @@ class DecodeGroup:
             if not members:
                 del self._last_sample[key]
 
-    def advance(self, members: Sequence[tuple[Request, int]]) -> None:
+    def advance(self, members: Sequence[tuple[Request, int]]) -> list[Request]:
         """Advance members by the drafts that they accepted, between two steps.
+
+        Returns the members whose last token was sampled, or is sampled in the step in flight.
 
         members: (request, number of accepted draft tokens) pairs.
         """
-        bases = self.bases
+        bases, finishing = self.bases, []
         for request, count in members:
-            bases[request.group_index] = request.base = request.base + count
+            bases[request.group_index] = base = request.base = request.base + count
             self._sum_of_bases += count
+            if request.limit - 2 - base <= self.step_index:
+                finishing.append(request)
         self._advanced = self._scattered = True
         self._block_due.clear()
         self._last_sample.clear()
+        return finishing
 
     def block_due(self, step_index: int) -> list[Request]:
         """Return the members that need a new block for their token of this step.

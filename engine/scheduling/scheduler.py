@@ -11,8 +11,9 @@ So `schedule` does not know the tokens of the step in flight, only that each sam
 have one. Three rules follow. Results of requests that have ended are dropped. Rows and blocks are
 released when the last launched step that uses them is done. A preempted request waits until its
 last result has arrived.
-A request with drafts may get more than one token, so its next step waits for the result, and
-`schedule` returns None meanwhile.
+A request with drafts may get more than one token. If the host knows the drafts, the next step waits
+for the result, and `schedule` returns None meanwhile. If a model computes them, `schedule` counts
+none as accepted, `StepDrafts` reserves blocks as if all were, and the device adds those that were.
 In a pipeline with n micro-batches, `schedule` takes one that is in none of the newest n - 1 steps.
 The last tokens of its requests have then returned to the first stage, or will have when the step is
 computed. The rules are the same.
@@ -40,6 +41,7 @@ from engine.scheduling.admission import ADMISSION, BATCHING, KVMemory
 from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.decode_group import next_group
 from engine.scheduling.drafts.speculation import Speculation
+from engine.scheduling.drafts.step_drafts import StepDrafts
 from engine.scheduling.memory.block_manager import FreeBlocks, FreeList
 from engine.scheduling.memory.host_tier import HostTier
 from engine.scheduling.memory.image_cache import ImageCache
@@ -110,7 +112,7 @@ class Scheduler(RequestPhases):
     def schedule(self) -> Batch | None:
         """Decide the next step and count it as launched; return None if nothing can run now."""
         drafts = self.drafts
-        if drafts is not None and self.in_flight and drafts.waits:
+        if drafts is not None and self.in_flight and self._waits(drafts):
             return None
         if self.tier is not None:
             self._take_ending(self.tier)
@@ -129,7 +131,8 @@ class Scheduler(RequestPhases):
             if builder.batch_tokens == 0 and builder.empty(self.decoding):
                 builder.batch_tokens = 1  # batch work runs, as nothing else can
                 self._schedule_prompts(builder)
-        if drafts is not None and not self.in_flight and self.queue.only is None:
+        may_draft = drafts is not None and (drafts.ahead or not self.in_flight)
+        if drafts is not None and may_draft and self.queue.only is None:
             num_chunks = len(builder.sampling) + len(builder.prefill_only)
             tokens = self.token_limit - len(self.decoding) - builder.chunk_tokens
             room = min(self.rows - len(self.decoding) - num_chunks, tokens)
@@ -139,6 +142,14 @@ class Scheduler(RequestPhases):
                 self.images.cancel()
             return None
         return self._build(builder)
+
+    def _waits(self, drafts: StepDrafts) -> bool:
+        """Whether no step may be launched before the result of the one in flight is known.
+
+        Steps with images need exact positions.
+        """
+        images = self.images is not None and bool(self.computing or self.queue.waiting)
+        return drafts.waits or (images and drafts.unsettled is not None)
 
     def _grow_decodes(self, builder: StepBuilder) -> None:
         """Allocate a block for each decoding request whose next token needs a new one.
@@ -617,8 +628,9 @@ class Scheduler(RequestPhases):
         self.counters.output_tokens += outcome.num_tokens
         if self.images is not None:
             self.images.encode_seconds += result.encode_seconds
+        finishing: list[Request] = []
         if self.drafts is not None:
-            self.drafts.update(launched, result, self.decode_groups)
+            finishing = self.drafts.update(launched, result, self.decode_groups)
         for request in outcome.failed:
             self.memory.discard_cached(request)
             if self.images is not None:
@@ -626,11 +638,17 @@ class Scheduler(RequestPhases):
             self._end(request)
         for request in outcome.ended:
             self._end(request)
+        for request in finishing:
+            if request.phase is RequestPhase.DECODING:
+                newest = self.in_flight[-1]
+                newest.finishing.append(newest.requests.index(request))
+                self.decoding.leave(request)
+                request.phase = RequestPhase.FINISHING
         for entry in launched.firsts:
             self.memory.store_computed(launched.requests[entry], self.done_step)
         if self.memory.deferred:
             self._give_back()
-        if self.drafts is not None and self.in_flight:
+        if self.drafts is not None and self.in_flight and not self.drafts.ahead:
             constrained = self.num_constrained > 0
             self.drafts.speculation.peek(self.decoding.requests, constrained=constrained)
         return outcome.deltas

@@ -27,7 +27,7 @@ from engine.batch import (
 )
 from engine.messages import Delta
 from engine.scheduling.decode_group import DecodeGroup
-from engine.scheduling.drafts.verifications import Verifications
+from engine.scheduling.drafts.verifications import Proposals, Verifications
 from engine.scheduling.request import Request, RequestPhase
 
 if TYPE_CHECKING:
@@ -68,8 +68,7 @@ class LaunchedStep:
     verifications: Verifications | None = None
     context: int = 0  # number of tokens whose KV the decodes read
     num_drafts: int = 0
-    proposed: Sequence[Request] = ()  # requests for which the step computes drafts, in batch order
-    proposed_counts: Sequence[int] = ()  # number of new drafts of each
+    proposals: Proposals | None = None
     prompt_tokens: int = 0  # number of prompt tokens of its chunks
     num_images: int = 0  # number of images that it encodes
     ahead_tokens: int = 0  # number of embeddings that it encodes for later steps
@@ -373,12 +372,20 @@ class SchedulerCounters:
             setattr(self, name, value)
 
     def count_drafts(self, verifications: Verifications) -> None:
-        """Add a step's numbers of drafts, draft tokens and accepted tokens to the counters."""
-        lengths, counts = verifications.lengths, self.accepted_by_position
+        """Add a step's numbers of drafts, draft tokens and accepted tokens to the counters.
+
+        Requests that ended before the step was done are left out.
+        """
+        lengths, right = verifications.lengths, verifications.accepted
+        ended = [at for at, r in enumerate(verifications.requests) if r.phase is RequestPhase.ENDED]
+        if ended:
+            running = [at for at in range(len(lengths)) if at not in ended]
+            lengths, right = [lengths[at] for at in running], [right[at] for at in running]
+        counts = self.accepted_by_position
         self.drafts += len(lengths)
         self.draft_tokens += sum(lengths)
-        counts += [0] * (max(lengths) - len(counts))
-        for accepted, number in Counter(verifications.accepted).items():
+        counts += [0] * (max(lengths, default=0) - len(counts))
+        for accepted, number in Counter(right).items():
             for position in range(accepted):
                 counts[position] += number
 
@@ -445,7 +452,8 @@ class StepBuilder:
         if self.verifications is not None:
             starts += batch.starts[num_decodes:]
         indices, counts = self.proposals
-        if indices:
+        verifies = self.verifications is not None and self.verifications.read is not None
+        if indices or verifies:
             self._add_proposals(len(group), indices, counts)
         return LaunchedStep(
             step,
@@ -460,8 +468,9 @@ class StepBuilder:
             decodes=num_decodes,
             verifications=self.verifications,
             num_drafts=num_decodes - len(ids) + len(self.sampling),
-            proposed=[requests[index] for index in indices] if indices else (),
-            proposed_counts=counts,
+            proposals=Proposals([requests[index] for index in indices], counts)
+            if indices
+            else None,
             context=context,
             prompt_tokens=self.chunk_tokens,
         )
@@ -483,7 +492,8 @@ class StepBuilder:
         return int(positions.sum()) + len(positions)
 
     def _add_proposals(self, decodes: int, indices: Sequence[int], counts: Sequence[int]) -> None:
-        """Set `Batch.proposals`, the table of drafts to compute, once all entries are added.
+        """Set `Batch.proposals`, the table of drafts to compute or count, once all entries are
+        added.
 
         decodes: number of the group's decodes, not counting drafts.
         indices, counts: see `proposals`.
@@ -506,7 +516,11 @@ class StepBuilder:
             table[VERIFIED, entries] = lengths
             if verifications.synthetic is not None:
                 table[SYNTHETIC, entries] = np.minimum(verifications.synthetic, lengths)
-        if len(indices) < table.shape[1]:
-            table = table.take(indices, axis=1)  # `take` keeps the table's rows contiguous
-        table[COUNT] = counts
+        counted: list[int] = []  # rows without new drafts, whose accepted drafts are counted
+        if verifications is not None and len(indices) < table.shape[1]:
+            counted = [*set(verifications.entries).difference(indices)]
+        if counted or len(indices) < table.shape[1]:
+            # `take` keeps the table's rows contiguous
+            table = table.take([*indices, *counted], axis=1)
+        table[COUNT, : len(indices)] = counts
         batch.proposals = table

@@ -76,10 +76,12 @@ def test_the_model_itself_is_always_right(folder: Path, ahead: bool) -> None:
         assert (some.token_ids, some.finish) == (other.token_ids, other.finish)
 
 
-def test_text_and_memory_with_another_model(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_text_and_memory_with_another_model(folder: Path, tmp_path: Path, ahead: bool) -> None:
     """Bugs: wrong drafts change a text; the plan counts other bytes than the draft model takes."""
     drafter = small(tmp_path / "small")
-    core, controller = drafting(folder, drafter, 3, 0, 7, num_blocks=40, max_model_len=256)
+    sizes = {"num_blocks": 40, "max_model_len": 256, "async_scheduling": ahead}
+    core, controller = drafting(folder, drafter, 3, 0, 7, **sizes)
     drafted = run(core, PROMPTS, SAMPLING)
     assert controller.drafted > 100 and controller.accepted < controller.drafted / 2
     assert [o.token_ids for o in drafted] == [o.token_ids for o in plain(core)]
@@ -146,10 +148,12 @@ def test_the_start_drafts_for_every_row(folder: Path) -> None:
     warm_up(core._runner, 512)
 
 
-def test_chains_of_graphs_draft_as_passes_do(folder: Path) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_chains_of_graphs_draft_as_passes_do(folder: Path, ahead: bool) -> None:
     """Bugs: padding writes into a request's row; a graph keeps the number of a draft, or a buffer
     of the graph before; drafts are taken for accepted that are not."""
-    core, controller = drafting(folder, folder, 3, 7, 1, max_num_batched_tokens=37)
+    fields = {"max_num_batched_tokens": 37, "async_scheduling": ahead}
+    core, controller = drafting(folder, folder, 3, 7, 1, **fields)
     counts = use_chains(core)
     params = SamplingParams(temperature=0.8, max_tokens=24, ignore_eos=True)
     drafted = run(core, PROMPTS, params)

@@ -215,7 +215,8 @@ def test_drafts_are_those_of_the_network(
     assert count_equal(seen, checkpoint.drafts) > 60 and controller.drafted > 30
 
 
-def test_text_and_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_text_and_memory(tmp_path: Path, ahead: bool) -> None:
     """Bugs: the text with drafts of a reduced vocabulary is another; the plan counts other bytes
     than the drafter takes."""
     checkpoint = Made(tmp_path, own=OWN)
@@ -228,7 +229,7 @@ def test_text_and_memory(tmp_path: Path) -> None:
             {"temperature": 1.0, "logprobs": 2, "prompt_logprobs": 0},
         )
     ]
-    core, controller = drafting(checkpoint, 3, 7, 0, 1, num_blocks=60)
+    core, controller = drafting(checkpoint, 3, 7, 0, 1, num_blocks=60, async_scheduling=ahead)
     drafted = run(core, PROMPTS, params)
     assert controller.drafted > 20
     core.scheduler.speculate(None)
@@ -294,7 +295,7 @@ def test_chains_of_graphs_draft_as_passes_do(
     seen = [], []  # type: ignore[var-annotated]
     params = SamplingParams(temperature=0.8, max_tokens=30, ignore_eos=True)
     for chains, watched in zip((False, True), seen, strict=True):
-        core, controller = drafting(checkpoint, 3, 2)
+        core, controller = drafting(checkpoint, 3, 2, async_scheduling=True)
         counts = use_chains(core) if chains else []
         with monkeypatch.context() as patch:
             drafts = watch_drafts(patch)

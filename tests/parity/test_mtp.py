@@ -249,9 +249,11 @@ def test_layer_like_the_model_is_always_right(
         assert (some.token_ids, some.finish) == (other.token_ids, other.finish)
 
 
-def test_text_with_wrong_drafts_is_the_text_without(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_text_with_wrong_drafts_is_the_text_without(tmp_path: Path, ahead: bool) -> None:
     """Bugs: the drafter writes a key of the model; a preempted request, one with a reused prefix or
-    beside one that may not draft goes on with another's drafts."""
+    beside one that may not draft goes on with another's drafts; one batch ahead, a token is
+    computed at the position before accepted drafts."""
     Made(glm, tmp_path)
     params = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, logprobs=1)
     core, _ = drafting(tmp_path, 3)
@@ -259,7 +261,7 @@ def test_text_with_wrong_drafts_is_the_text_without(tmp_path: Path) -> None:
     core.scheduler.speculate(None)
     plain = run(core, PROMPTS * 3, params)
     for fields in ({}, {"num_blocks": 14, "max_model_len": 128}, {"max_num_batched_tokens": 33}):
-        core, controller = drafting(tmp_path, 3, 0, 7, 1, **fields)
+        core, controller = drafting(tmp_path, 3, 0, 7, 1, async_scheduling=ahead, **fields)
         for some, other in zip(run(core, PROMPTS * 3, params), plain, strict=True):
             assert some.token_ids == other.token_ids
             assert [i.token_id for i in some.logprobs] == [i.token_id for i in other.logprobs]

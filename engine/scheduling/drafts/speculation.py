@@ -1,22 +1,25 @@
 """Speculation: chooses the drafts that a step verifies, and learns which were accepted.
 
 engine/speculation/ proposes tokens and lengths. This file calls it for the requests of a step, and
-`LaunchedStep.accept` keeps the drafts that equal what was sampled. A request with drafts must have
-no token in flight. So `Scheduler.schedule` lets the device become idle first, and one step runs at
-a time while any request has drafts.
+`LaunchedStep.accept` keeps the drafts that equal what was sampled.
+
+Drafts of look-up are tokens that the host knows, so a request with drafts must have no token in
+flight. `Scheduler.schedule` then lets the device become idle first, and one step runs at a time
+while any request has drafts.
 
 Drafts of a model are computed on the device at the end of a step (`Batch.proposals`), and are
-verified in the next step. That step is launched while drafts are computed, as the host needs only
-their number: the host reads the tokens with the next result. Computing a draft already costs time,
-so whether it is worth that is decided before, and all computed drafts are verified.
+verified in the next step. That step is launched one batch ahead, as the host needs only the drafts'
+number: the device adds accepted drafts to positions, and the host reads the tokens with the next
+result. Computing a draft already costs time, so whether it is worth that is decided before, and all
+computed drafts are verified.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from engine.scheduling.drafts.verifications import Verifications
+from engine.scheduling.drafts.verifications import Proposals, Verifications
 from engine.scheduling.request import Request
 from engine.speculation.computed import ON_DEVICE, ComputedDrafter
 from engine.speculation.drafter import Drafter, Drafts
@@ -49,6 +52,7 @@ class Speculation:
 
     awaited: a request whose drafts wait for its token in flight, so that no step may be launched
         before; None = there is none.
+    proposals: the drafts that the last launched step computes; None = none.
     """
 
     def __init__(
@@ -74,9 +78,7 @@ class Speculation:
         # number of checks for repeated text while drafts are paused; selects the request to check
         self._looked = 0
         self._unread = _READ  # tokens that drafters may still read in this step
-        # request -> (index in `_read()`, number) of the drafts that the last step computed for it.
-        self._computed: dict[Request, tuple[int, int]] = {}
-        self._read: Callable[[], Any] = tuple
+        self.proposals: Proposals | None = None
 
     @classmethod
     def of(cls, settings: SpeculationSettings | None) -> "Speculation | None":
@@ -134,19 +136,21 @@ class Speculation:
     def choose(
         self, requests: Sequence[Request], room: int, *, constrained: bool = False
     ) -> Verifications:
-        """Return the drafts to verify, for decoding requests that have no token in flight.
+        """Return the drafts to verify, for decoding requests. Drafts that the host knows continue
+        known texts, so that these requests have no token in flight.
 
         requests: in the order of the step's entries.
         room: the maximum number of drafts of all requests together.
         constrained: whether some of them may have grammars or lists of tokens.
         """
         awaited, self.awaited = self.awaited, None
-        computed, self._computed = self._computed, {}
+        proposals, self.proposals = self.proposals, None
         chosen = Verifications()
         if not requests or room <= 0:
             return chosen
         if self.computes:
-            self._add_computed(chosen, requests, computed)
+            if proposals is not None:
+                self._add_computed(chosen, requests, proposals)
         else:
             asks = awaited is not None or self._begin_step(requests) > 0  # otherwise `peek` did
             if not asks and not constrained:
@@ -160,24 +164,17 @@ class Speculation:
         return chosen
 
     def _add_computed(
-        self,
-        chosen: Verifications,
-        requests: Sequence[Request],
-        computed: Mapping[Request, tuple[int, int]],
+        self, chosen: Verifications, requests: Sequence[Request], proposals: Proposals
     ) -> None:
-        """Add the drafts that the last step has computed for requests to `chosen`.
-
-        computed: request -> (index of its drafts in `_read()`, their number).
-        """
-        if not computed:
-            return
+        """Add the drafts that the last step computes for requests to `chosen`."""
+        computed = dict(zip(proposals.requests, enumerate(proposals.counts), strict=True))
         chosen.entries = [entry for entry, r in enumerate(requests) if r in computed]
         chosen.requests = [requests[entry] for entry in chosen.entries]
         own = [computed[request] for request in chosen.requests]
         chosen.places = [place for place, _ in own]
         chosen.lengths = [length for _, length in own]
         chosen.drafts = [_ON_DEVICE[length] for length in chosen.lengths]
-        chosen.read = self._read
+        chosen.read = proposals.read
 
     def _add_proposed(
         self,
@@ -242,20 +239,6 @@ class Speculation:
             return indices, counts
         worth = [(at, count) for at, count in zip(indices, counts, strict=True) if count]
         return [at for at, _ in worth], [count for _, count in worth]
-
-    def receive(
-        self, requests: Sequence[Request], counts: Sequence[int], read: Callable[[], Any]
-    ) -> None:
-        """Store the drafts that the last step computes, after its tokens were appended to the
-        requests.
-
-        The drafts are valid only in the next step, as they continue the requests' current tokens.
-
-        counts: the number of drafts of each request.
-        read: waits for the drafts and returns them, [requests, drafts] in the same order.
-        """
-        self._computed = dict(zip(requests, enumerate(counts), strict=True))
-        self._read = read
 
     def expect(self, request: Request) -> None:
         """Resume paused drafts at once if the request that begins to decode has a prediction."""

@@ -21,7 +21,9 @@ from engine.scheduling.step import LaunchedStep, SchedulerCounters, StepBuilder
 class StepDrafts:
     """The part of the scheduler that adds drafts, and blocks for them, to each step.
 
-    verifying: whether a step that verifies or computes drafts is in flight.
+    ahead: whether a step may be launched while drafts of a model are verified. Its positions are
+        then those after no accepted draft, to which the device adds the accepted ones. Snapshots of
+        recurrent states need exact positions.
     """
 
     def __init__(
@@ -32,7 +34,13 @@ class StepDrafts:
         counters: SchedulerCounters,
     ) -> None:
         self.speculation = speculation
-        self.verifying = False
+        self.ahead = config.async_scheduling and config.micro_batches == 1
+        self.ahead &= speculation.computes and config.snapshots is None
+        # the newest step, if it has drafts and is in flight
+        self._newest: LaunchedStep | None = None
+        # whether the next step may be launched before the newest one's accepted drafts are known,
+        # as there are blocks for the tokens after all drafts
+        self._has_room = False
         self._config, self._memory, self._counters = config, memory, counters
         # for models with recurrent states: the value of `Batch.settled` of the next batch
         self._settled: list[tuple[int, int]] = []
@@ -40,18 +48,25 @@ class StepDrafts:
     @property
     def waits(self) -> bool:
         """Whether no step may be launched before the result of the one in flight is known."""
-        return self.verifying or self.speculation.awaited is not None
+        alone = self._newest is not None and not self._has_room
+        return alone or self.speculation.awaited is not None
+
+    @property
+    def unsettled(self) -> Verifications | None:
+        """The drafts that the newest step verifies, while it is in flight."""
+        return None if self._newest is None else self._newest.verifications
 
     def drop_steps(self) -> None:
         """Forget the steps in flight, whose results are dropped."""
         self._settled.clear()
-        self.verifying = False
+        self._newest = None
         self.speculation.awaited = None
+        self.speculation.proposals = None
 
     def add(self, builder: StepBuilder, group: DecodeGroup, room: int, constrained: bool) -> None:
         """Add the drafts that a step verifies, and those that it computes, to a step.
 
-        Call this only when no step is in flight.
+        Call this only when no step is in flight, or `ahead`.
 
         group: the step's decodes.
         room: the maximum number of drafts to verify, by free rows and tokens.
@@ -106,9 +121,15 @@ class StepDrafts:
         """Let the step compute drafts for requests that sample, as far as free blocks allow.
 
         Each request gets blocks for its next token and all drafts, as the next step verifies them.
+        Positions count all drafts as accepted, those of a step in flight included.
         """
         index = group.step_index + 1
         requests, lasts = group.requests, [base + index for base in group.bases]
+        unsettled = self.unsettled
+        if unsettled is not None:
+            for request, length in zip(unsettled.requests, unsettled.lengths, strict=True):
+                if request.group_index >= 0:
+                    lasts[request.group_index] += length
         if builder.sampling:
             requests = requests + [request for request, _ in builder.sampling]
             lasts += [request.num_computed + length - 1 for request, length in builder.sampling]
@@ -124,6 +145,32 @@ class StepDrafts:
             indices = [number for number, count in zip(indices, counts, strict=True) if count]
             counts = [count for count in counts if count]
         builder.proposals = indices, counts
+        self._has_room = self.ahead and self._give_room(lasts, builder, group)
+
+    def _give_room(self, lasts: Sequence[int], builder: StepBuilder, group: DecodeGroup) -> bool:
+        """Allocate blocks for the tokens after verified drafts, as far as blocks are free.
+
+        Returns whether all are there. The next step can then be launched before it is known which
+        drafts are accepted.
+
+        lasts: the position of each request's last token or draft.
+        """
+        verifications = builder.verifications
+        if verifications is None:
+            return True
+        groups, size = len(self._config.kinds), self._config.block_size
+        short = [
+            (request, lasts[entry] + 1)
+            for request, entry in zip(verifications.requests, verifications.entries, strict=True)
+            if len(request.blocks) // groups * size <= lasts[entry] + 1
+        ]
+        if not short:
+            return True
+        # a request has no block for its last possible token
+        if any(position > request.limit - 2 for request, position in short):
+            return False
+        requests, firsts = [request for request, _ in short], [position for _, position in short]
+        return all(self._reserve(requests, firsts, [1] * len(short), builder, group))
 
     def _reserve(
         self,
@@ -198,33 +245,46 @@ class StepDrafts:
         return places + count * size
 
     def launched(self, step: LaunchedStep, batch: Batch) -> None:
-        """Add `settled` to a step's batch just before the launch, and set `verifying`."""
+        """Complete a step's batch just before the launch."""
         batch.dormant = self.speculation.dormant
         batch.settled, self._settled = self._settled, []
-        self.verifying = step.num_drafts > 0 or bool(step.proposed)
+        if self.unsettled is not None:
+            batch.unsettled = max(self.unsettled.lengths)
+        self.speculation.proposals = step.proposals
+        self._newest = step if step.num_drafts or step.proposals is not None else None
 
-    def update(self, step: LaunchedStep, result: StepResult, groups: Sequence[DecodeGroup]) -> None:
+    def update(
+        self, step: LaunchedStep, result: StepResult, groups: Sequence[DecodeGroup]
+    ) -> list[Request]:
         """Apply a step's result to drafts, after its tokens were appended to the requests.
+
+        Returns the requests whose last token was sampled, or is sampled in the step in flight.
 
         groups: the decode groups of the scheduler, by micro-batch.
         """
-        self.verifying = False  # a step with drafts is the only one in flight
-        if step.verifications is not None:
-            self._observe(step.verifications, groups[step.micro_batch])
-        if step.proposed:
-            self.speculation.receive(step.proposed, step.proposed_counts, result.drafts)
+        if self._newest is step:
+            self._newest = None
+        if step.proposals is not None:
+            step.proposals.receive(result.drafts)
+        if step.verifications is None:
+            return []
+        return self._observe(step.verifications, groups[step.micro_batch])
 
-    def _observe(self, verifications: Verifications, group: DecodeGroup) -> None:
-        """Advance requests by their accepted draft tokens; count drafts and accepted ones."""
-        decoding = RequestPhase.DECODING
-        advanced = [
-            (request, gained)
-            for request, gained in zip(verifications.requests, verifications.gained, strict=True)
-            if request.phase is decoding
-        ]
-        if advanced:
-            group.advance(advanced)
+    def _observe(self, verifications: Verifications, group: DecodeGroup) -> list[Request]:
+        """Advance requests by their accepted draft tokens; count drafts and accepted ones.
+
+        See `update` for the result.
+        """
+        decoding, computing = RequestPhase.DECODING, RequestPhase.COMPUTING
+        advanced = []
+        for request, gained in zip(verifications.requests, verifications.gained, strict=True):
+            if request.phase is decoding:
+                advanced.append((request, gained))
+            elif request.phase is computing:  # it has left the group meanwhile
+                request.num_computed += gained
+        finishing = group.advance(advanced) if advanced else []
         if self._memory.snapshots is not None:
             self._settled += [(request.row, 1 + gained) for request, gained in advanced]
         self._counters.count_drafts(verifications)
         self.speculation.observe(verifications)
+        return finishing

@@ -1,5 +1,7 @@
 """Verifications: the drafts that a step verifies, as lists with an element for each decode.
 
+Proposals are the drafts that a model computes in a step, which the next step verifies.
+
 Hundreds of requests have drafts in a step, so numpy does the work that all requests need. Only
 requests with accepted drafts are handled in a Python loop.
 """
@@ -18,6 +20,29 @@ if TYPE_CHECKING:
     from engine.structured.constraint import Constraint
 
 Ints = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Proposals:
+    """The drafts that a step computes on the device, in the order of `Batch.proposals`.
+
+    They continue the text as of that step, so that only the next step can verify them.
+
+    requests, counts: the requests, and the number of drafts of each.
+    """
+
+    requests: Sequence[Request]
+    counts: Sequence[int]
+    _read: Callable[[], Any] | None = None
+
+    def receive(self, read: Callable[[], Any]) -> None:
+        """Store the function that returns the drafts, once the step is done."""
+        self._read = read
+
+    def read(self) -> Any:
+        """Wait for the drafts and return them, [requests, drafts], after the step is done."""
+        assert self._read is not None, "the step that computes the drafts is not done"
+        return self._read()
 
 
 @dataclass(slots=True)

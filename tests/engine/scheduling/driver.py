@@ -148,10 +148,12 @@ class Driver:
             for block in prefix.blocks:
                 self._owner[block] = self._scopes[users[block][0].id]
         entries = list(zip(batch.rows, batch.starts, batch.lengths, batch.samples, strict=True))
+        uncertain = self.runner.uncertain if self.runner.in_flight else {}
         for row, start, length, samples in entries:
             request = by_row[row]
             assert start + length + samples <= request.limit, "beyond max_tokens or the context"
-            for index in range(start // size * groups, -(-(start + length) // size) * groups):
+            last = start + length + uncertain.get(row, 0)
+            for index in range(start // size * groups, -(-last // size) * groups):
                 block = self._tables[row].get(index)
                 if block is None:  # this KV group has no block here
                     continue
