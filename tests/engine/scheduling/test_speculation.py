@@ -16,6 +16,7 @@ from engine.scheduling.decode_group import DecodeGroup
 from engine.scheduling.drafts import speculation as module
 from engine.scheduling.drafts.speculation import Speculation, _cut
 from engine.scheduling.drafts.step_drafts import StepDrafts
+from engine.scheduling.memory.image_plan import ImagePlan
 from engine.speculation.computed import ComputedDrafter
 from engine.speculation.lengths import DraftLengths, DraftRecord
 from engine.speculation.lookup import Lookup, LookupDrafts, LookupOptions
@@ -23,7 +24,16 @@ from engine.speculation.model_lengths import ModelLengths
 from engine.speculation.synthetic import SyntheticAcceptance
 from tests.drafters import KINDS, ListedLengths, ToldDrafter, computed, told
 from tests.engine.scheduling.driver import Driver, random_run
-from tests.fakes import EOS, expected, make_core, make_request, proposals_of, run
+from tests.fakes import (
+    EOS,
+    IMAGE_TOKEN,
+    expected,
+    make_core,
+    make_prompt,
+    make_request,
+    proposals_of,
+    run,
+)
 
 ENGINE = str(Path(EngineCore.step.__code__.co_filename).parents[1])
 
@@ -182,6 +192,48 @@ def test_a_request_with_drafts_makes_few_calls(requests: int) -> None:
     assert calls.total() <= (150 + 0.9 * requests) * steps, calls.most_common(12)
 
 
+@pytest.mark.parametrize("at", [3, 5, 8])
+@pytest.mark.parametrize("where", ["launch", "execute"])
+def test_a_failure_with_two_steps_with_drafts_in_flight(where: str, at: int) -> None:
+    """Bug: after a failed step, requests continue with drafts or accepted drafts of dropped
+    steps."""
+    driver = Driver(speculation=computed([3]), drafts="right", eos_token_ids=())
+    for length in (8, 5, 3, 4):
+        driver.add_request(length, max_tokens=40)
+    right, calls = getattr(driver.runner, where), 0
+
+    def failing(step: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            assert driver.runner.in_flight
+            raise RuntimeError("lost")
+        return right(step)
+
+    setattr(driver.runner, where, failing)
+    driver.finish()
+    assert calls > at and driver.runner.max_in_flight == 2
+
+
+def test_steps_with_images_know_their_positions() -> None:
+    """Bug: a decode beside an image is rotated for the position before its accepted drafts."""
+    plan = ImagePlan((IMAGE_TOKEN,), 40, 8, bidirectional=False)
+    driver = Driver(speculation=computed([3]), drafts="right", images=plan, eos_token_ids=())
+    driver.add_request(8, max_tokens=60)
+    unsettled = []
+    for count in range(16):
+        if count in (5, 9):
+            prompt = make_prompt([3, 4], count, [7])
+            driver.add_request(prompt.pop("prompt"), max_tokens=4, **prompt)
+        driver.step()
+        batch = driver.runner.batches[-1]
+        if batch.num_decodes:
+            unsettled.append((bool(batch.images), batch.unsettled))
+    driver.finish()
+    assert (True, 0) in unsettled and (False, 3) in unsettled
+    assert all(not images or not count for images, count in unsettled)
+
+
 def test_wrong_drafts_cost_no_step() -> None:
     """Bug: a request whose drafts are wrong gets no token in that step."""
     plain, tried = (
@@ -246,13 +298,13 @@ def test_a_wrong_count_of_accepted_drafts_is_noticed(
     block."""
     right = getattr(kind, name)
 
-    def wrong(self: Any, *given: Any) -> Any:
+    def wrong(self: Any, *arguments: Any) -> Any:
         if name == "_give_room":
             return True
         if name == "advance":
-            return right(self, [(request, count + 1) for request, count in given[0]])
-        right(self, *given)
-        given[1].unsettled = 0
+            return right(self, [(request, count + 1) for request, count in arguments[0]])
+        right(self, *arguments)
+        arguments[1].unsettled = 0
         return None
 
     monkeypatch.setattr(kind, name, wrong)
