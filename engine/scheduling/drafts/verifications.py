@@ -90,6 +90,8 @@ class Verifications:
         self.requests = [self.requests[at] for at in staying]
         self.entries = [self.entries[at] for at in staying]
         self.places = [self.places[at] for at in staying] if self.places else []
+        if self.synthetic is not None:
+            self.synthetic = [self.synthetic[at] for at in staying]
         self.constraints = {
             new: self.constraints[at] for new, at in enumerate(staying) if at in self.constraints
         }

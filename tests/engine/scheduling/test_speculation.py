@@ -11,12 +11,14 @@ import pytest
 
 from engine.batch import Batch
 from engine.config.kv_groups import Full, Window
-from engine.scheduling.core import EngineCore
+from engine.scheduling.core import CoreConfig, EngineCore
 from engine.scheduling.decode_group import DecodeGroup
 from engine.scheduling.drafts import speculation as module
 from engine.scheduling.drafts.speculation import Speculation, _cut
 from engine.scheduling.drafts.step_drafts import StepDrafts
+from engine.scheduling.drafts.verifications import Verifications
 from engine.scheduling.memory.image_plan import ImagePlan
+from engine.scheduling.request import Request
 from engine.speculation.computed import ComputedDrafter
 from engine.speculation.lengths import DraftLengths, DraftRecord
 from engine.speculation.lookup import Lookup, LookupDrafts, LookupOptions
@@ -144,6 +146,22 @@ def test_synthetic_acceptance_of_the_devices_drafts() -> None:
     counters = core.scheduler.counters
     assert counters.accepted_by_position[:2] == [counters.drafts] * 2
     assert (3, 2) in synthetic
+
+
+def test_cut_drafts_keep_their_synthetic_counts() -> None:
+    """Bug: without blocks for a request's drafts, the others are accepted by its rates."""
+    chosen = Verifications(
+        requests=[
+            Request(make_request(id, 8), CoreConfig(3, 64, 64, 16, 4), id) for id in range(3)
+        ],
+        entries=[0, 1, 2],
+        lengths=[2, 2, 2],
+        drafts=[[1, 2]] * 3,
+        synthetic=[0, 1, 2],
+    )
+    chosen.cut([0, 2, 1])
+    chosen.settle(tokens=[5, 5, 5], sampled=[6, 6, 6])
+    assert chosen.accepted == [1, 1]
 
 
 class AlwaysOn(ModelLengths):
