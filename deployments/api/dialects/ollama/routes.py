@@ -56,7 +56,8 @@ class OllamaDialect(DialectRequest):
         card = await find_model(self._body.get("model"), context.backend, exchange.caller)
         user, seconds = self._body.get("user"), self._body.get("deadline_seconds")
         # Of these values only `user` was not checked by the body's Struct.
-        queue = QueueFields(user if isinstance(user, str) else None, seconds)
+        user = user if isinstance(user, str) else None
+        queue = QueueFields(user, seconds, self._body.get("priority"))
         await _wake(context, exchange, queue, card)
         await exchange.answer(200, self.writer.loaded(card.id))
 

@@ -147,9 +147,10 @@ def test_running_models_are_those_that_are_awake(backend: FakeBackend) -> None:
 
     client = Client(build_asgi(backend, ApiOptions(models=Asleep())))  # type: ignore[arg-type]
     assert asyncio.run(client.request("GET", "/api/ps")).json() == {"models": []}
-    assert ask(client, messages=[]).json()["done_reason"] == "load"
+    assert ask(client, messages=[], priority=3).json()["done_reason"] == "load"
     (woken,) = backend.requests
     assert woken.params.max_tokens == 1, "an empty chat wakes it"
+    assert woken.priority == 3
 
 
 @pytest.mark.parametrize("name", ["model", "name"])
