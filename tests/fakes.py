@@ -766,6 +766,7 @@ class FakeFiles:
         self.most = 1 << 30
         self.read_rate = 0.0
         self.closed = False
+        self.wake: Callable[[], None] = lambda: None
 
     def _contents(self, key: tuple[int, bytes], slot: int) -> Any:
         if key[0] == -1:
@@ -793,6 +794,9 @@ class FakeFiles:
             assert contents == self._contents(key, slot), "a slot changed while it was written"
             self.files[key[0]][key[1]] = contents
         return [(key, slot) for key, slot, _ in ended]
+
+    def has_news(self) -> bool:
+        return bool(self._writes)
 
     def read(self, ticket: int, entries: Sequence[tuple[tuple[int, bytes], int]]) -> None:
         self._reads[ticket] = self._delay, entries

@@ -185,6 +185,7 @@ class EngineCore:
             or self._adapters.has_news()
             or self._grammars.has_news()
             or self.scheduler.loading
+            or (self.scheduler.tier is not None and self.scheduler.tier.has_news())
             or (self._moves is not None and self._moves.has_news())
             or (self._growth is not None and self._growth.has_news())
             or self._may_fall_asleep()
@@ -529,6 +530,8 @@ class EngineCore:
         self._grammars.on_ready(wake)
         self._updates.on_checked(wake)
         self._transfers.on_done(wake)
+        if self.scheduler.tier is not None:
+            self.scheduler.tier.on_written(wake)
         if self._moves is not None:
             self._moves.wake = wake
         if self._growth is not None:

@@ -149,8 +149,11 @@ class RequestPhases:
         return failed
 
     def take_arrived(self) -> None:
-        """Queue the requests whose prefixes were loaded from the host, or failed to load."""
-        if self.tier is not None and self.tier.num_loads:
+        """Queue the requests whose prefixes were loaded from the host, or failed to load.
+
+        Also collects finished writes to disk.
+        """
+        if self.tier is not None and (self.tier.num_loads or self.tier.has_news()):
             before = self.tier.num_loads
             for request in self.tier.take_arrived():
                 self.queue.blocks_ready(request)

@@ -93,6 +93,24 @@ def file_of(one: Opened, key: Key) -> Path:
     return path_of(one.files._own, key)
 
 
+def test_the_last_write_wakes_the_engine(opened: Any) -> None:
+    """Bug: an idle engine's counts lack the last files, or each file wakes the engine."""
+    one, woken = opened(), list[bool]()
+    one.files.wake = lambda: woken.append(one.files.has_news())
+    with one.files._lock:  # so that all are queued before the first ends
+        one.files._queued += 1
+    for number in range(3):
+        one.files.write((0, digest(number)), number)
+    one.until(lambda: len(one.files._written) == 3)
+    assert not woken and not one.files.has_news()
+    with one.files._lock:
+        one.files._queued -= 1
+    one.files.write((0, digest(3)), 3)
+    one.until(lambda: bool(woken))
+    assert woken == [True] and len(one.files.written()) == 4
+    assert not one.files.has_news()
+
+
 @pytest.mark.parametrize("size", [SIZE, ODD])
 @pytest.mark.parametrize("key", [b"", b"k" * 32])
 def test_a_restart_finds_what_was_there(opened: Any, size: int, key: bytes) -> None:

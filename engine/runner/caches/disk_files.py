@@ -112,6 +112,7 @@ class DiskFiles:
         self._lock = threading.Lock()  # guards the counts that several threads change
         self._reads: SimpleQueue[tuple[_Read, Key, int, int] | None] = SimpleQueue()
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.wake: Callable[[], None] = lambda: None
         self._finished: deque[tuple[int, frozenset[Key]]] = deque()
         self._written: deque[tuple[Key, int]] = deque()
         self._queued = 0  # bytes of writes that wait
@@ -199,6 +200,10 @@ class DiskFiles:
     def written(self) -> list[tuple[Key, int]]:
         """Return (key, slot) of each write that has finished with its slot since the last call."""
         return [self._written.popleft() for _ in range(len(self._written))]
+
+    def has_news(self) -> bool:
+        """Whether all queued writes have finished, some of them since the last `written`."""
+        return bool(self._written) and not self._queued
 
     def read(self, ticket: int, entries: Sequence[tuple[Key, int]]) -> None:
         """Begin to read files into host slots, in the order of a prefix; see `finished`."""
@@ -473,6 +478,8 @@ class DiskFiles:
                 self._queued -= size
             self.write_seconds += time.monotonic() - began
             self._written.append((key, slot))
+            if self.has_news():
+                self.wake()
 
     def _delete(self, own: Path, keys: Sequence[Key]) -> None:
         for key in keys:

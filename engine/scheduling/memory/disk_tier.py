@@ -14,7 +14,7 @@ change while it is written or read.
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,7 +34,12 @@ Key = tuple[int, bytes]  # group, hash
 
 
 class BlockFiles(Protocol):
-    """The files of blocks and snapshots, which are written and read by other threads."""
+    """The files of blocks and snapshots, which are written and read by other threads.
+
+    wake: called from any thread when `has_news` may have changed.
+    """
+
+    wake: Callable[[], None]
 
     @property
     def read_rate(self) -> float:
@@ -70,6 +75,10 @@ class BlockFiles(Protocol):
 
     def written(self) -> list[tuple[Key, int]]:
         """Return (key, slot) of each write that has finished with its slot since the last call."""
+        ...
+
+    def has_news(self) -> bool:
+        """Whether all queued writes have finished, some of them since the last `written`."""
         ...
 
     def read(self, ticket: int, entries: Sequence[tuple[Key, int]]) -> None:

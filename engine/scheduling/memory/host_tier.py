@@ -108,6 +108,10 @@ class HostTier:
         ones."""
         return len(self._loads) + (0 if self.disk is None else self.disk.num_pending)
 
+    def has_news(self) -> bool:
+        """Whether the disk tier has finished its writes; `take_arrived` collects them."""
+        return self.disk is not None and self.disk.files.has_news()
+
     def tables(self, pool: BlockManager) -> list[list[int]]:
         """Return the pool's blocks that each load in flight holds."""
         return [load.table for load in self._loads.values() if load.pool is pool]
@@ -528,6 +532,11 @@ class HostTier:
     def shared(self) -> bool:
         """Whether other engines, and this one after a restart, can read the stored blocks."""
         return self.disk is not None
+
+    def on_written(self, wake: Callable[[], None]) -> None:
+        """Set the function to call, from any thread, when `has_news` may have changed."""
+        if self.disk is not None:
+            self.disk.files.wake = wake
 
     def delete_files(self) -> None:
         """Delete the files of all blocks."""
