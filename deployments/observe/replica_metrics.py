@@ -299,7 +299,7 @@ REPLICA_METRICS = (
     ReplicaMetric(
         "disk_kv_dropped_total",
         "counter",
-        "KV blocks not written to disk: a full queue, no room, or an error.",
+        "KV blocks not written to disk: a full queue, no room, evicted first, or an error.",
         lambda s: s.disk_kv_dropped,
     ),
     ReplicaMetric(

@@ -187,17 +187,21 @@ class DiskTier:
 
     def poll(self) -> None:
         """Queue writes of slots whose copies are done, and collect finished writes and reads."""
+        self.take_written()
         while self._to_write and self._host.copied(self._to_write[0]):
-            entries = self._to_write.popleft()
+            # Head first, as nothing can start from a tail if this process is killed.
+            head_first = self._to_write.popleft()[::-1]
             pinned = self._host.num_slots // 4 - len(self.writing)
             room = max(0, min(self.files.room(), pinned))
-            self.dropped += max(0, len(entries) - room)
-            # Head first, as nothing can start from a tail if this process is killed.
-            for rank, (key, slot) in enumerate(reversed(entries[len(entries) - room :])):
-                if self._host.slot_of(key) == slot and key not in self.writing:
+            self.dropped += len(head_first[room:])
+            for rank, (key, slot) in enumerate(head_first[:room]):
+                if key in self.writing:
+                    continue
+                if self._host.slot_of(key) != slot:  # evicted meanwhile
+                    self.dropped += 1
+                else:
                     self.writing[key] = slot
                     self.files.write(key, slot, rank)
-        self.take_written()
         for ticket, failed in self.files.finished():
             self._finish(ticket, self._reads.pop(ticket), failed)
 

@@ -128,6 +128,59 @@ def test_a_full_queue_drops_writes() -> None:
     assert driver.core.stats().disk_kv_read_tokens == 12
 
 
+@pytest.mark.parametrize("num_slots", [80, 60, 40, 20])
+def test_each_block_is_written_or_counted(num_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: of blocks that have room most are not written, and no count says so."""
+    driver = make_driver(HostPlan(blocks=num_slots, block_bytes=1 << 10, everything=True))
+    disk, entries = disk_of(driver), list[Any]()
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "stored", entries.extend)
+        say(driver, PROMPT)
+    disk.stored(entries)
+    driver.finish()
+    written = min(len(entries), num_slots // 4)
+    stats = driver.core.stats()
+    assert (stats.disk_kv_blocks, stats.disk_kv_dropped) == (written, len(entries) - written)
+
+
+def test_blocks_evicted_before_the_write_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: blocks that leave the host before they are written are in no count."""
+    driver = make_driver()
+    disk, entries = disk_of(driver), list[Any]()
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "stored", entries.extend)
+        say(driver, PROMPT)
+        stored = entries[:]
+        flood(driver)
+    disk.stored(stored)
+    driver.finish()
+    assert (driver.core.stats().disk_kv_blocks, disk.dropped) == (0, len(stored))
+
+
+def test_finished_writes_take_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: writes that ended long ago leave no room for those of the next request."""
+    driver = make_driver(HostPlan(blocks=44, block_bytes=1 << 10, everything=True))
+    with monkeypatch.context() as patch:  # the writes end while the engine is idle
+        patch.setattr(files_of(driver), "written", list)
+        patch.setattr(files_of(driver), "has_news", lambda: False)
+        say(driver, PROMPT)
+    assert len(disk_of(driver).writing) >= 10
+    say(driver, [9] * 40)
+    assert disk_of(driver).dropped == 0
+
+
+def test_idle_engines_collect_finished_writes() -> None:
+    """Bug: until the next request, `disk_kv_used_bytes` lacks the last files."""
+    driver = make_driver()
+    say(driver, PROMPT)
+    assert not disk_of(driver).writing and files_of(driver).files[0]
+    assert not driver.core.has_work()
+    woken: list[int] = []
+    driver.core.on_loaded(lambda: woken.append(1))
+    files_of(driver).wake()
+    assert woken
+
+
 def test_new_weights_and_resets_find_nothing() -> None:
     """Bug: after an update of the weights a request gets keys of the old ones."""
     for act in ("weights", "reset", "sleep"):
