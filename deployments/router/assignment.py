@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from random import Random
 
 from deployments.observe.metrics import RouterMetrics
@@ -160,6 +161,8 @@ class Assignment:
         if decision is None:
             self.displaced.add_choices(choices)
             return
+        if prefilled and decision.source == first.place:
+            decision = replace(decision, reason="handover")
         client = self._replicas[decision.replica]
         self._metrics.routed.inc(1, decision.reason)
         fleet.send(client.state, [choice.id for choice in choices], decision, wanted, now)

@@ -37,7 +37,9 @@ _WHY: dict[Reason, str] = {
     "owner": "it shall be the one that has this prefix or adapter",
     "session": "its session is there",
     "spill": "the one that has the prefix or adapter is too busy",
-    "move": "it takes the beginning of the prompt from the one that has it, which is too busy",
+    "move": "it takes the beginning of the prompt from the one that has it, which is too busy "
+    "or leaves",
+    "handover": "it goes on with the prompt that a replica for prompts has computed",
     "only": "no other replica could take it",
 }
 

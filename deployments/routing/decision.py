@@ -27,7 +27,9 @@ class RoutingRequest:
     batch_work: bool = False
 
 
-Reason = Literal["load", "prefix", "adapter", "owner", "spill", "move", "session", "only"]
+Reason = Literal[
+    "load", "prefix", "adapter", "owner", "spill", "move", "handover", "session", "only"
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,8 @@ class RoutingDecision:
     reason: "load": the lowest expected cost; "prefix", "adapter": the replica has the prefix or
         adapter in its cache; "owner": no replica has it, and consistent hashing has chosen this
         one; "spill": the replicas that have it are too busy; "move": the replica pulls the prefix
-        from another one; "session": the session's replica; "only": there is no other replica.
+        from another one; "handover": it pulls the prompt that the prefill replica before it has
+        computed; "session": the session's replica; "only": there is no other replica.
     seconds: expected time to the first token.
     cached: number of prompt tokens expected in the replica's prefix cache.
     loads_adapter: whether the replica must load the adapter first.

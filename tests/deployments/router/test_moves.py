@@ -196,6 +196,8 @@ async def test_roles(tmp_path: Path) -> None:
         assert await asyncio.wait_for(read(entry), 60) == whole
         assert entry.replicas[0] == "r0" and set(entry.replicas[1:]) <= {"r1", "r2"}
         assert entry.migrations == 0
+        reasons = {decision.replica: decision.reason for _, decision, _ in entry.trace._decisions}
+        assert {reasons[name] for name in entry.replicas[1:]} == {"handover"}
         assert fleet.engines["r0"].core.stats().output_tokens == 2
         assert fleet.moved() >= 700
         assert fleet.engines[entry.replicas[1]].core.stats().prompt_tokens < 100
