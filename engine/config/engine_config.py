@@ -347,6 +347,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "host_kv_bytes too",
                 param="disk_kv_bytes",
             )
+        for name in ("disk_kv_folder", "disk_kv_clear", "disk_kv_key_file"):
+            if getattr(self, name) and not self.disk_kv_bytes:
+                raise ConfigError(
+                    f"{name}: nothing is kept on disk without disk_kv_bytes; set it, or leave "
+                    f"{name} out",
+                    param=name,
+                )
         if self.disk_kv_bytes and not self.disk_kv_folder.startswith("/"):
             raise ConfigError(
                 "disk_kv_folder must be an absolute path where disk_kv_bytes is set, got "

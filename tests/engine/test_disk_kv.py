@@ -337,6 +337,12 @@ def test_refusals_name_the_key(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=why):
             config_of(tmp_path, PLAIN, disk_kv_bytes=1 << 24, **options)
+    for name, value in (("folder", "/x"), ("clear", True), ("key_file", "/x")):
+        with pytest.raises(
+            ConfigError, match=f"disk_kv_{name}: .* without disk_kv_bytes"
+        ) as raised:
+            config_of(tmp_path, PLAIN, **{f"disk_kv_{name}": value})
+        assert raised.value.param == f"disk_kv_{name}"
     both: dict[str, Any] = {"host_kv_bytes": 1 << 24, "disk_kv_bytes": 1 << 24}
     config = config_of(tmp_path, PLAIN, **both, disk_kv_folder="/x", tensor_parallel=2)
     with pytest.raises(ConfigError, match="disk_kv_bytes: not with tensor_parallel"):
