@@ -1,7 +1,8 @@
 """Speculation settings: `engine.speculation` of the configuration, with vLLM's names accepted."""
 
+import difflib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ MAX_SHARED_TOKENS = 2**24
 _ANSWER_TOKENS = 256  # assumed tokens of an answer, for settings that count answers
 # names of the look-up drafter: Manta's, then vLLM's
 _METHODS = ("lookup", "ngram", "ngram_gpu", "suffix")
+_OF_FILES = ("eagle3", "draft_model")  # methods that need `model`
 _MODEL_TOKENS = 3  # maximum tokens of a model's draft, each a pass of that model
 # vLLM's names of MTP by model
 _MTP_NAMES = (
@@ -91,21 +93,24 @@ def read_speculation(value: str | bool | Mapping[str, Any]) -> SpeculationSettin
     method = entries.pop("method", "lookup")
     if method == "synthetic":
         return _synthetic(entries)
-    if method in _MTP_NAMES or method in ("eagle3", "draft_model"):
+    if method in _MTP_NAMES or method in _OF_FILES:
         return _by_model(method, entries)
     if method not in _METHODS or "model" in entries:
-        what = f"model {entries['model']!r}" if method in _METHODS else f"method {method!r}"
+        what, near = f"method {method!r}", _near(method, (*_METHODS, *_MTP_NAMES, *_OF_FILES))
+        if method in _METHODS:
+            what, near = f"model {entries['model']!r}", ""
         raise _refused(
-            f"{what} is not there; Manta drafts by look-up, which needs no weights: set auto, or "
-            f"method {_METHODS[0]} (vLLM's ngram and suffix mean it too), or off; or by models: "
-            "method mtp, eagle3 or draft_model"
+            f"{what} is not there; {near}Manta drafts by look-up, which needs no weights: set "
+            f"auto, or method {_METHODS[0]} (vLLM's ngram and suffix mean it too), or off; or by "
+            "models: method mtp, eagle3 or draft_model"
         )
     options: dict[str, Any] = {}
     for key, item in entries.items():
         name = _ALIASES.get(key, key)
         if name not in _RANGES:
             names = ["method", *_RANGES, *_ALIASES]
-            raise _refused(f"unknown key {key!r}; the keys are {', '.join(names)}")
+            near = _near(key, names)
+            raise _refused(f"unknown key {key!r}; {near}the keys are {', '.join(names)}")
         if name in options:
             raise _refused(f"{key} is said twice, by vLLM's name and ours; leave one of them out")
         options[name] = _number(key, item, *_RANGES[name])
@@ -181,7 +186,9 @@ def _by_model(method: str, entries: dict[str, Any]) -> SpeculationSettings:
             if mtp
             else "; it takes model, tokens"
         )
-        raise _refused(f"{key} does not go with method {method}{why} (num_speculative_tokens)")
+        near = _near(key, ("tokens", "num_speculative_tokens", "model"))
+        text = f"{key} does not go with method {method}{why} (num_speculative_tokens)"
+        raise _refused(f"{text}; {near}".rstrip("; "))
     tokens = _number("tokens", tokens, *_RANGES["tokens"])
     return SpeculationSettings(
         len(rates) or tokens,
@@ -221,6 +228,13 @@ def _number(key: str, value: Any, kind: type, least: float, greatest: float) -> 
         what = "an integer" if kind is int else "a number"
         raise _refused(f"{key} must be {what} in {least}..{greatest}, got {str(value)[:64]!r}")
     return value
+
+
+def _near(name: Any, known: Sequence[str]) -> str:
+    """Return a question about the known name that is nearest to a misspelt one; "" = none is
+    near."""
+    near = difflib.get_close_matches(str(name), known, n=1)
+    return f"did you mean {near[0]}? " if near else ""
 
 
 def _refused(why: str) -> ConfigError:
