@@ -12,6 +12,7 @@ from deployments.checkpoints.resolve import keeps_blocks, outlined, resolve_mode
 from deployments.cli.console import model_progress
 from deployments.cli.target import read_planned
 from deployments.config.load import MantaConfig, PoolConfig, PoolKind
+from deployments.config.pools import on_cpu
 from deployments.plan.encoders import plan_encoders
 from deployments.plan.gpus import GIB, GPUS, abilities
 from deployments.plan.memory import (
@@ -293,11 +294,11 @@ def engines(config: MantaConfig, device: Hardware) -> Iterator[tuple[str, Engine
         if config.kind(name, pool) == wanted
     }
     if config.pools and not pools:
-        raise ConfigError(
-            f"the configuration has no {wanted} pool; give --gpu "
-            + ("cpu" if wanted == "gpu" else "h200 or another GPU"),
-            param="pools",
-        )
+        way_out = "give --gpu cpu"
+        if wanted == "cpu":
+            others = " and ".join(map(on_cpu, config.engine_pools))
+            way_out = f"give --gpu h200 or another GPU, or {others}"
+        raise ConfigError(f"the configuration has no {wanted} pool; {way_out}", param="pools")
     for name, pool in pools.items():
         yield name, engine_of(config, name, pool)
     if not pools:

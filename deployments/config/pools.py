@@ -38,6 +38,13 @@ TOWER_OPTIONS = (
 )
 
 
+def on_cpu(name: str) -> str:
+    """Return how to run a pool of GPU replicas on the CPU, for messages."""
+    return (
+        "take pools.cpu in its place" if name == "gpu" else f"set pools.{name}.engine.device: cpu"
+    )
+
+
 class PoolConfig(Section):
     """Engine replicas of one kind, or encoders: one Serve deployment."""
 

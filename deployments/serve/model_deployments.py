@@ -18,6 +18,7 @@ from deployments.adapters.registry import AdapterSettings
 from deployments.checkpoints.resolve import keeps_blocks, resolve_model, with_drafter
 from deployments.cluster_store import store
 from deployments.config.load import MantaConfig, PoolConfig
+from deployments.config.pools import on_cpu
 from deployments.encoder.deployment import EncoderReplica
 from deployments.environment import gpus_here
 from deployments.replica.deployment import EngineReplica, ReplicaSettings
@@ -382,7 +383,7 @@ def _check_gpu_pool(
     needs = f"a replica needs {pool.num_gpus:g} GPU{'s' * (pool.num_gpus != 1)} of one node"
     there = f"the largest has {machine.gpus:g}" if machine.gpus else "no node has one"
     subject = key = f"pools.{name}"
-    way_out = "take pools.cpu in its place" if name == "gpu" else f"set {key}.engine.device: cpu"
+    way_out = on_cpu(name)
     if name not in config.pools:
         key = "engine.device"
         subject, way_out = f"{key}: {config.engine.get('device', 'auto')}", f"set {key}: cpu"

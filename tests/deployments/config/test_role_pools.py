@@ -126,6 +126,17 @@ def test_plan_says_when_roles_pay(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert share_of_together(12, 1, 8192, 256, "gpu") > 0.9
 
 
+def test_plan_without_a_gpu_says_how_pools_run_on_the_cpu(tmp_path: Path) -> None:
+    """Bug: `--gpu cpu` is refused with the advice to take a GPU."""
+    model = tiny_model(tmp_path / "tiny")
+    file = tmp_path / "manta.yaml"
+    file.write_text(
+        f"model: {model}\npools: {{prompts: {{role: prefill}}, answers: {{role: decode}}}}\n"
+    )
+    with pytest.raises(ConfigError, match=r"or set pools\.prompts\.engine\.device: cpu and set"):
+        plan.run(str(file), "cpu", None, 8)
+
+
 def test_simulated_roles() -> None:
     """Bugs: requests are lost between the simulator's roles; prompts and answers are counted at
     the wrong replicas; the answer to "does it pay on two cards" changes unseen."""
