@@ -143,9 +143,11 @@ def with_drafter(engine: Mapping[str, Any], *, weights: bool = True) -> dict[str
     elif _HUB_NAME.fullmatch(settings.model):
         folder = _from_hub(settings.model, None, _check_drafter, weights=weights)
     else:
+        of_models = path.is_file() or settings.model == "default"
+        why = "a drafter cannot be a file or default" if of_models else "no such folder"
         raise ConfigError(
-            f"speculation: model {settings.model!r}: no such folder; give a folder with "
-            "config.json, or a hub name like org/name",
+            f"speculation: model {settings.model!r}: {why}; give a folder with config.json, or a "
+            "hub name like org/name",
             param="speculation",
         )
     options["speculation"] = {**options["speculation"], "model": str(folder)}

@@ -19,7 +19,7 @@ from deployments.checkpoints import resolve as models
 from deployments.checkpoints.gguf import convert
 from deployments.checkpoints.gguf_file import GGUFFile
 from deployments.checkpoints.gguf_tokenizer import tokenizer_of
-from deployments.checkpoints.resolve import check_model, resolve_model
+from deployments.checkpoints.resolve import check_model, resolve_model, with_drafter
 from deployments.cli import doctor
 from deployments.cli.plan import run as run_plan
 from deployments.cli.target import read_planned
@@ -182,6 +182,17 @@ def test_doctor_sends_nobody_to_another_device_for_a_file(
     (check,) = doctor.model_checks(*read_planned(str(folder)), here)
     assert check.state == "MISSING" and said in check.text and way_out in check.way_out, check
     assert ("does not fit" in check.text) == (memory < 1)
+
+
+@pytest.mark.parametrize("what", ["file", "default", "missing"])
+def test_a_drafter_is_a_folder_or_a_hub_name(tmp_path: Path, what: str) -> None:
+    """Bug: an existing .gguf file is called a folder that is not there."""
+    model = {"file": str(tmp_path / "x.gguf"), "missing": str(tmp_path / "y.gguf")}.get(what, what)
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ConfigError) as raised:
+        with_drafter({"speculation": {"method": "draft_model", "model": model}})
+    why = "no such folder" if what == "missing" else "a drafter cannot be a file or default"
+    assert f"{model!r}: {why}; give a folder" in raised.value.message
 
 
 def test_plan_reads_the_header_alone(
