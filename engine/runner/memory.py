@@ -255,7 +255,8 @@ def plan_memory(
             together = [groups.of(layers) for layers in own for groups in together]
     plan.block_bytes = sum(part_kv.bytes_per_block(block_size, resolved.kv) for part_kv in together)
     if drafter is not None:
-        plan.block_bytes += drafter.kv.bytes_per_block(block_size, resolved.kv)
+        plan.drafter_block_bytes = drafter.kv.bytes_per_block(block_size, resolved.kv)
+        plan.block_bytes += plan.drafter_block_bytes
     # the GPU ranks of a node divide its memory; on the CPU a block includes all ranks' parts
     plan.host_kv = host_kv // config.ranks_per_node if cuda else host_kv
     without = states and not plan.host_states
@@ -310,6 +311,7 @@ def plan_memory(
     if adapters:
         size = sum(size for _, size in adapters) / GIB
         reason += f"; {size:.2f} GiB are adapters', by max_loras and max_lora_rank"
+    reason += plan.drafter_share(least)
     plan.num_blocks = count_blocks(
         budget, plan.block_bytes, longest, least, given=reason, ways_out=ways_out
     )
@@ -337,7 +339,7 @@ def plan_growth(
     begin = config.num_blocks * plan.block_bytes or config.kv_cache_bytes
     begin = begin or least * plan.block_bytes
     ways_out = "Ways out: lower max_model_len, raise kv_cache_bytes, or leave it out"
-    reason = "kv_cache_bytes, what it begins with"
+    reason = f"kv_cache_bytes, what it begins with{plan.drafter_share(least)}"
     plan.num_blocks = count_blocks(
         begin, plan.block_bytes, longest, least, given=reason, ways_out=ways_out
     )
@@ -363,6 +365,7 @@ class MemoryPlan:
     num_blocks: int = 0
     most_blocks: int = 0  # the maximum number of blocks of growing KV memory
     block_bytes: int = 0
+    drafter_block_bytes: int = 0
     block_size: int = 0
     groups: KVGroups | None = None
     # bytes of a request's recurrent states, on all ranks that share the memory
@@ -414,6 +417,11 @@ class MemoryPlan:
         """Return the three largest parts of the plan, for messages."""
         parts = sorted(self.rows, key=lambda row: -row[1])[:3]
         return ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts)
+
+    def drafter_share(self, blocks: int) -> str:
+        """Return a text about the drafter's bytes in some blocks, for messages; "" = no drafter."""
+        size = blocks * self.drafter_block_bytes / GIB
+        return f"; {size:.2f} GiB of the request's are the drafter's (speculation)" if size else ""
 
     @property
     def positions(self) -> int:

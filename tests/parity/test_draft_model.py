@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -98,6 +99,12 @@ def test_text_and_memory_with_another_model(folder: Path, tmp_path: Path, ahead:
     keys = runner.kv.storage.nbytes + runner.drafting.kv.storage.nbytes
     assert planned.memory.block_bytes == keys // 40
     check_files(target, config, device, folder)
+    for memory in ("fixed", "growing"):
+        scarce = msgspec.structs.replace(
+            config, num_blocks=0, kv_cache_bytes=1, kv_memory=memory, prefix_caching=True
+        )
+        with pytest.raises(ConfigError, match=r"small: .*request's are the drafter's"):
+            plan(target, scarce, device)
 
 
 def test_refusals(folder: Path, tmp_path: Path) -> None:
