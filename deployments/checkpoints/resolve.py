@@ -36,6 +36,7 @@ from deployments.checkpoints.tokenizer_files import formats as tokenizer_formats
 from deployments.checkpoints.tokenizer_files.formats import recognised, write_tokenizer
 from deployments.checkpoints.weights_file import Progress
 from deployments.environment import cache_dir
+from engine.config.draft_config import check_vocabulary
 from engine.config.model_config import ModelConfig
 from engine.config_reader import Reader
 from engine.errors import ConfigError
@@ -124,12 +125,15 @@ def resolve_model(
     return _with_tokenizer(folder, models, progress)
 
 
-def with_drafter(engine: Mapping[str, Any], *, weights: bool = True) -> dict[str, Any]:
+def with_drafter(
+    engine: Mapping[str, Any], target: Path | None = None, *, weights: bool = True
+) -> dict[str, Any]:
     """Return an engine's fields with the draft model of `speculation` replaced by its local folder.
 
     A draft model with a hub name is downloaded.
 
     engine: fields of EngineConfig.
+    target: folder of the engine's model, whose vocabulary a draft model must have; None: unchecked.
     weights: whether to download the weights, too.
     Raises ConfigError.
     """
@@ -150,6 +154,8 @@ def with_drafter(engine: Mapping[str, Any], *, weights: bool = True) -> dict[str
             "hub name like org/name",
             param="speculation",
         )
+    if target is not None and settings.method == "draft_model":
+        check_vocabulary(folder, target)
     options["speculation"] = {**options["speculation"], "model": str(folder)}
     return options
 

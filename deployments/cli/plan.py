@@ -131,7 +131,7 @@ def plans(
 
     Raises ConfigError if something does not fit.
     """
-    for name, engine in engines(config, device):
+    for name, engine in engines(config, device, file.parent):
         model = as_loaded(ModelConfig.from_file(file, engine.rope_scaling), engine)
         try:
             yield name, plan(model, engine, device, devices_per_node=gpus)
@@ -207,10 +207,12 @@ def as_loaded(model: ModelConfig, engine: EngineConfig) -> ModelConfig:
     return replace(model, quantized=None)
 
 
-def engine_of(config: MantaConfig, name: str, pool: PoolConfig) -> EngineConfig:
-    """Return the engine configuration of a pool's replicas."""
+def engine_of(
+    config: MantaConfig, name: str, pool: PoolConfig, folder: Path | None = None
+) -> EngineConfig:
+    """Return the engine configuration of a pool's replicas. folder: see `engines`."""
     options = config.engine_options(config.decided(name, pool))
-    return EngineConfig(**with_drafter(options, weights=False))
+    return EngineConfig(**with_drafter(options, folder, weights=False))
 
 
 def _costs(
@@ -282,8 +284,12 @@ def _offer(offer: NodeOffer) -> str:
     )
 
 
-def engines(config: MantaConfig, device: Hardware) -> Iterator[tuple[str, EngineConfig]]:
+def engines(
+    config: MantaConfig, device: Hardware, folder: Path | None = None
+) -> Iterator[tuple[str, EngineConfig]]:
     """Yield (pool, engine configuration) for each pool that would run on the device.
+
+    folder: the model's folder, with whose tokenizer a draft model's is compared; None: with none.
 
     Raises ConfigError if there is none.
     """
@@ -300,9 +306,9 @@ def engines(config: MantaConfig, device: Hardware) -> Iterator[tuple[str, Engine
             way_out = f"give --gpu h200 or another GPU, or {others}"
         raise ConfigError(f"the configuration has no {wanted} pool; {way_out}", param="pools")
     for name, pool in pools.items():
-        yield name, engine_of(config, name, pool)
+        yield name, engine_of(config, name, pool, folder)
     if not pools:
-        yield wanted, engine_of(config, wanted, PoolConfig())
+        yield wanted, engine_of(config, wanted, PoolConfig(), folder)
 
 
 def _rows(result: EnginePlan) -> Iterator[tuple[str, str]]:

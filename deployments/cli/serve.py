@@ -114,7 +114,7 @@ def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -
                         read_headers(model_folder)
                     check_encoders(part, ModelConfig.from_folder(model_folder))
                 for pool in part.pools_on(gpus_here()).values():
-                    with_drafter(part.engine_options(pool), weights=not dummy)
+                    with_drafter(part.engine_options(pool), model_folder, weights=not dummy)
     driver.ignore(signal.SIGINT)
     driver.report(model=True)
     with StatusLine("Starting Ray" if cluster.own else f"Joining Ray at {cluster.address}"):

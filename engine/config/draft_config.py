@@ -1,8 +1,10 @@
-"""draft_config: reads a draft model's configuration and checks it against the target model's.
+"""draft_config, check_vocabulary: read a draft model's files and check them against the target
+model's.
 
 No torch here.
 """
 
+import json
 from pathlib import Path
 
 from engine.config.kv_groups import Full, kv_groups
@@ -36,3 +38,28 @@ def draft_config(folder: str | Path, model: ModelConfig) -> ModelConfig:
     if why:
         raise ConfigError(f"speculation: draft model {folder}: {why}", param="speculation")
     return config
+
+
+def check_vocabulary(folder: Path, target: Path) -> None:
+    """Raise ConfigError if the tokenizers of a draft model and its target model have other tokens.
+
+    A folder without tokenizer.json passes.
+
+    folder, target: the folders of the draft model and of the target model.
+    """
+    files = [path / "tokenizer.json" for path in (folder, target)]
+    if not all(file.is_file() for file in files):
+        return
+    own, other = map(_tokens, files)
+    if own != other:
+        raise ConfigError(
+            f"speculation: draft model {folder}: its tokenizer has other tokens than the model's, "
+            "so that its drafts would be of another text; take a draft model of the same family",
+            param="speculation",
+        )
+
+
+def _tokens(path: Path) -> object:
+    values = json.loads(path.read_text(encoding="utf-8"))
+    added = [(token["id"], token["content"]) for token in values.get("added_tokens") or ()]
+    return values.get("model", {}).get("vocab"), added

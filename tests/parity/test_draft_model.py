@@ -9,6 +9,8 @@ import msgspec
 import pytest
 import torch
 
+from deployments.cli.plan import plans
+from deployments.config.load import parse_config
 from deployments.plan.gpus import GIB
 from deployments.plan.memory import Hardware, check_files, plan
 from engine.config.engine_config import EngineConfig
@@ -122,7 +124,14 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
     for path, token in ((folder, "x"), (drafter, "y")):
         (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {token: 3}}}))
     try:
-        assert "its tokenizer has other tokens than the model's" in refusal(drafter)
+        text = refusal(drafter)
+        assert "its tokenizer has other tokens than the model's" in text
+        speculation = {"method": "draft_model", "model": str(drafter)}
+        options = {"model": str(folder), "engine": {"speculation": speculation}}
+        config = parse_config(options, check_files=False)
+        with pytest.raises(ConfigError) as planned:
+            list(plans(config, folder / "config.json", Hardware("CPU", "cpu", 8 * GIB)))
+        assert planned.value.message == text
     finally:
         (folder / "tokenizer.json").unlink()
 

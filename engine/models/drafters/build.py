@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from engine.config.draft_config import draft_config
+from engine.config.draft_config import check_vocabulary, draft_config
 from engine.config.eagle3_config import Eagle3Config
 from engine.errors import ConfigError
 from engine.models.decoder import Decoder
-from engine.models.drafters.draft_model import DraftModel, same_vocabulary
+from engine.models.drafters.draft_model import DraftModel
 from engine.models.drafters.drafter import ModelDrafter
 from engine.models.drafters.eagle3 import Eagle3Drafter
 from engine.models.drafters.mtp import MtpDrafter
@@ -54,7 +54,7 @@ def load_drafter(
     own = folder and Path(settings.model or folder)
     if folder is None or own is None or isinstance(drafter, DraftModel):
         if folder is not None and own is not None:
-            _check_vocabulary(own, folder)
+            check_vocabulary(own, folder)
         load_weights(drafter, own, seed=seed)
     else:
         fill_part(drafter, _read(drafter, own), own)
@@ -71,19 +71,10 @@ def check_drafter(drafter: ModelDrafter, settings: SpeculationSettings, folder: 
     """
     own = Path(settings.model or folder)
     if isinstance(drafter, DraftModel):
-        _check_vocabulary(own, folder)
+        check_vocabulary(own, folder)
         check_headers(drafter, own)
     else:
         _read(drafter, own)
-
-
-def _check_vocabulary(own: Path, folder: Path) -> None:
-    if not same_vocabulary(own, folder):
-        raise ConfigError(
-            f"speculation: draft model {own}: its tokenizer has other tokens than the model's, so "
-            "that its drafts would be of another text; take a draft model of the same family",
-            param="speculation",
-        )
 
 
 def _read(drafter: ModelDrafter, folder: Path) -> dict[str, StoredTensor]:

@@ -1,8 +1,6 @@
 """DraftModel: a smaller model with the same vocabulary as a drafter, with a separate KV cache."""
 
-import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from torch import Tensor
 
@@ -77,19 +75,3 @@ class DraftModel:
     def logits(self, rows: Tensor) -> Tensor:
         """Compute logits by the draft model's head; see `ModelDrafter.logits`."""
         return self.model.logits(rows)
-
-
-def same_vocabulary(folder: Path, other: Path) -> bool:
-    """Whether two folders' tokenizers have the same tokens; True if one has no tokenizer.json."""
-    tables = []
-    for path in (folder / "tokenizer.json", other / "tokenizer.json"):
-        if not path.is_file():
-            return True
-        tables.append(_tokens(path))
-    return tables[0] == tables[1]
-
-
-def _tokens(path: Path) -> object:
-    values = json.loads(path.read_text(encoding="utf-8"))
-    added = [(token["id"], token["content"]) for token in values.get("added_tokens") or ()]
-    return values.get("model", {}).get("vocab"), added
