@@ -46,6 +46,8 @@ class ModelCard:
     facts: ModelFacts = field(default_factory=ModelFacts, compare=False)
     # How images become pixels and tokens; None: the model takes text only.
     images: ImageProcessor | None = field(default=None, compare=False)
+    # maximum embeddings of an image; 0: no replica has reported it
+    image_tokens: int = 0
     images_off: bool = False  # whether `engine.images: off` is set for a multimodal model
 
 

@@ -441,7 +441,9 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     prefix_caching: bool = True  # whether computed prompts may be reused
     # state before the first step, which shows the engine's capacity
     stats: EngineStats | None = None
-    images: bool = True  # whether requests may have images; read by the library
+    # placeholder token ids of images, then of clips; empty = requests have no images
+    image_token_ids: list[int] = []
+    image_tokens: int = 0  # the maximum number of embeddings of an image; 0 = unknown
     dtype: str = ""  # dtype of weights that are not quantised, such as "bfloat16"
 
 

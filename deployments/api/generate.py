@@ -110,6 +110,8 @@ async def generate(
     try:
         card = await context.admit(place, request.model, exchange.caller)
         images = undecoded = await _images(request, card, options.images, exchange.ignored)
+        if images is not None:
+            images.check_sizes(card.image_tokens)
         call = await prepare(request, exchange.body_size, card, backend, images)
         exchange.ignored += call.ignored
         if call.card.parent is not None:

@@ -196,6 +196,7 @@ class ReplicaServer:
             "vocab_size": ready.vocab_size,
             "eos_token_ids": list(ready.eos_token_ids),
             "step_tokens": ready.step_tokens,
+            "image_tokens": ready.image_tokens,
             "adapter_slots": config.max_loras,
             "prefix_caching": config.prefix_caching and ready.prefix_caching,
             "dtype": ready.dtype,

@@ -113,6 +113,7 @@ def build(
     if part.growth is not None:
         part.growth.start()
     gc.collect()
+    images = core.config.images
     return core, Ready(
         max_model_len=core.config.max_model_len,
         vocab_size=resolved.model.vocab_size,
@@ -125,7 +126,8 @@ def build(
         vector_size=0 if head is None else head.size,
         prefix_caching=core.config.prefix_caching,
         stats=core.stats(),
-        images=resolved.model.vision is not None,
+        image_token_ids=[] if images is None else list(images.token_ids),
+        image_tokens=0 if images is None else images.largest,
         dtype=str(resolved.dtype).removeprefix("torch."),
     )
 

@@ -3,8 +3,11 @@
 ImageError: the error of a picture that a model does not support.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from engine.errors import InvalidRequest
 
 # The values of an image's `detail` in a request; "low" requests few tokens.
 DETAILS = ("auto", "low", "high", "original")
@@ -52,6 +55,44 @@ class ImageLayout:
 def is_fps(value: Any) -> bool:
     """Whether a value is valid as a clip's frames per second."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= MAX_FPS
+
+
+def check_size(size: int, most: int, *, low: bool = False) -> None:
+    """Refuse an image, or a span of a clip, that an engine has no room for.
+
+    size: number of its embeddings. most: the maximum that the engine takes; 0 = unknown.
+    low: whether `detail: low` makes the image small enough.
+    Raises ImageError.
+    """
+    if most and size > most:
+        fewer = "with detail: low, or fewer pixels" if low else "with fewer pixels"
+        raise ImageError(
+            "image_too_large",
+            f"an image of {size} tokens is larger than this engine takes ({most} tokens, "
+            f"engine.image_cache_tokens): send it {fewer}, or raise the setting",
+        )
+
+
+def check_shown(
+    prompt: Sequence[int], token_ids: Sequence[int], images: Iterable[tuple[int, int]]
+) -> None:
+    """Refuse a prompt that has placeholder tokens without an image or a clip.
+
+    token_ids: the placeholder tokens of images, then of clips.
+    images: (index of the first embedding, number of embeddings) of each image or span.
+    Raises InvalidRequest.
+    """
+    images = list(images)
+    for kind, token_id in zip(("an image", "a clip"), token_ids, strict=False):
+        own = [size for start, size in images if prompt[start] == token_id]
+        if (lone := prompt.count(token_id) - sum(own)) > 0:
+            noun = kind.partition(" ")[2]
+            raise InvalidRequest(
+                f"the prompt has {lone} placeholders of {noun}s (token {token_id}) without "
+                f"{kind}: send the {noun}, or leave them out",
+                param="prompt",
+                code="image_not_shown",
+            )
 
 
 def check_sides(width: int, height: int) -> None:

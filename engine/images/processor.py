@@ -14,7 +14,7 @@ from engine.architectures import WRAPPERS
 from engine.config_reader import Reader
 from engine.errors import InvalidRequest
 from engine.images.image import Image
-from engine.images.layout import ImageError, ImageLayout, check_sides
+from engine.images.layout import ImageError, ImageLayout, check_sides, check_size
 from engine.images.picture_file import PictureFile
 from engine.images.settings import Encode, ProcessorSettings
 from engine.images.threads import alone, prepares, share_out
@@ -163,6 +163,25 @@ def clip_layouts(
             )
     width, height = sizes[0] if sizes else (1, 1)
     return clips.layouts(width, height, len(sizes), fps)
+
+
+def check_layouts(
+    processor: ImageProcessor,
+    layouts: Sequence[ImageLayout],
+    most: int,
+    sides: tuple[int, int] | None = None,
+) -> None:
+    """Refuse an image or a clip that has more embeddings than an engine takes.
+
+    layouts: the layout of the image, or those of the clip's spans.
+    most: the maximum number of embeddings of an image; 0 = unknown.
+    sides: width and height of an image whose `detail` the client may choose; None = no such image.
+    Raises ImageError.
+    """
+    for layout in layouts:
+        if most and layout.size > most:
+            low = sides is not None and processor.layout(*sides, "low").size <= most
+            check_size(layout.size, most, low=low)
 
 
 class PixelCache:

@@ -25,10 +25,15 @@ _MAX_FILE = 2**28  # maximum bytes of a picture in a data: URL
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture of a prompt: an RGB image, and its `detail`, one of `DETAILS`."""
+    """A picture of a prompt: an RGB image, and its `detail`, one of `DETAILS`.
+
+    place: path of the field that has the picture, such as "images[0]", for errors.
+    """
 
     image: Pillow.Image
+    place: str
     detail: str = "auto"
+    has_detail: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,8 @@ def read_pictures(images: Any) -> list[Visual]:
             param="images",
             code="invalid_type",
         )
-    return [Picture(_open(image, f"images[{i}]")) for i, image in enumerate(images)]
+    places = [(image, f"images[{i}]") for i, image in enumerate(images)]
+    return [Picture(_open(image, place), place) for image, place in places]
 
 
 def read_clips(videos: Any) -> list[Visual]:
@@ -172,7 +178,7 @@ def _picture(part: Message, kind: str, place: str) -> Picture:
         detail = "auto"
     elif detail not in DETAILS:
         raise InvalidRequest(f"{at} must be one of {', '.join(DETAILS)}", param=at)
-    return Picture(_open(image, place), str(detail))
+    return Picture(_open(image, place), place, str(detail), has_detail=True)
 
 
 def _clip(part: Message, kind: str, place: str) -> Clip:

@@ -16,10 +16,11 @@ from engine.config.engine_config import EngineConfig
 from engine.errors import InvalidRequest, context_too_long
 from engine.images.expand import Place, expand_placeholders, surround
 from engine.images.image import Image
-from engine.images.layout import ImageError
+from engine.images.layout import ImageError, check_shown
 from engine.images.processor import (
     ImageProcessor,
     PixelCache,
+    check_layouts,
     clip_layouts,
     image_processor,
     prepare,
@@ -129,12 +130,17 @@ class Prompts:
             return self._with_images(prompt)
         tokens: Any = as_list(prompt)
         if isinstance(tokens, str):
-            ids = self._text().encode(tokens, add_special_tokens=True)
-            return EncodedPrompt(self._checked(ids))
+            return self._of_text(self._text().encode(tokens, add_special_tokens=True))
         if len(tokens) and isinstance(tokens[0], Mapping):
             return self.encode_chat(tokens)
         ids = [token if type(token) is int else _token_id(token) for token in tokens]
         return EncodedPrompt(self._checked(ids), verbatim=True)
+
+    def _of_text(self, ids: list[int]) -> EncodedPrompt:
+        """Check the tokens of a text without images."""
+        self._checked(ids)
+        check_shown(ids, self._ready.image_token_ids, ())
+        return EncodedPrompt(ids)
 
     def encode_chat(
         self, chat: Messages, options: Mapping[str, Any] | None = None
@@ -182,19 +188,20 @@ class Prompts:
             `pictures` is in the order of the template's placeholders.
         """
         if not pictures:
-            return EncodedPrompt(self._checked(encode(None)))
+            return self._of_text(encode(None))
         if self._off:
             raise InvalidRequest(
                 'this engine takes no images, for it was started with images="off"',
                 param="images",
                 code="modality_not_supported",
             )
-        processor = self._images if self._ready.images else None
+        processor = self._images if self._ready.image_token_ids else None
         if processor is None:
             raise InvalidRequest(
                 "this model takes text only", param=param, code="modality_not_supported"
             )
-        placed = [(picture, _place(processor, picture, param)) for picture in pictures]
+        most = self._ready.image_tokens
+        placed = [(picture, _place(processor, picture, most)) for picture in pictures]
         if text is not None:
             placed = _in_order(text, placed)
         places = [place for _, place in placed]
@@ -202,6 +209,11 @@ class Prompts:
         ids, starts = expand_placeholders(ids, self._text().token_id, places, len(places))
         self._checked(ids)  # checked before any work on pixels
         layouts = [(picture, layout) for picture, place in placed for layout in place.layouts]
+        spans = [
+            (start + layout.first, layout.size)
+            for start, (_, layout) in zip(starts, layouts, strict=True)
+        ]
+        check_shown(ids, self._ready.image_token_ids, spans)
 
         def images() -> list[Image]:
             def prepared(index: int) -> Image:
@@ -216,10 +228,10 @@ class Prompts:
     def encode_all(self, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
         """Encode many prompts, using all cores. An error names the prompt, e.g. ``prompts[3]``."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        every: Sequence[Prompt] = prompts
         if len(texts) == len(prompts) > 1:
-            every = self._text().encode_batch(texts, add_special_tokens=True)
-        return _each("prompts", every, self.encode)
+            encoded = self._text().encode_batch(texts, add_special_tokens=True)
+            return _each("prompts", encoded, self._of_text)
+        return _each("prompts", prompts, self.encode)
 
     def encode_chats(
         self, chats: Sequence[Messages], options: Mapping[str, Any]
@@ -333,20 +345,24 @@ def _token_id(token: object) -> int:
         ) from None
 
 
-def _place(processor: ImageProcessor, picture: Visual, param: str) -> Place:
-    """Return the placeholder tokens of a picture or clip in a prompt. Raises InvalidRequest."""
-    clip = isinstance(picture, Clip)
+def _place(processor: ImageProcessor, picture: Visual, most: int) -> Place:
+    """Return the placeholder tokens of a picture or clip in a prompt. Raises InvalidRequest.
+
+    most: the maximum number of embeddings of an image; 0 = unknown.
+    """
+    sides = None
     try:
         if isinstance(picture, Clip):
-            param = picture.place
             sizes = [image.size for image in picture.images]
             layouts = clip_layouts(processor, sizes, picture.fps)
         else:
             layouts = [processor.layout(*picture.image.size, picture.detail)]
+            sides = picture.image.size if picture.has_detail else None
+        check_layouts(processor, layouts, most, sides)
     except ImageError as error:
-        message = f"{param}: {error.message}" if clip else error.message
-        raise InvalidRequest(message, param=param, code=error.code) from None
-    return Place.of(processor, layouts, clip=clip)
+        message = f"{picture.place}: {error.message}"
+        raise InvalidRequest(message, param=picture.place, code=error.code) from None
+    return Place.of(processor, layouts, clip=isinstance(picture, Clip))
 
 
 def _in_order(text: str, placed: list[tuple[Visual, Place]]) -> list[tuple[Visual, Place]]:

@@ -135,7 +135,7 @@ class Prompting(Watching):
         tokenizer = tokenizers.Tokenizer(WordLevel(words, unk_token="0"))  # of a time's words
         tokenizer.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
         tokenizer.add_special_tokens([*marks])
-        ready = Ready(512, 100, 16, 16, [], {}, "", 512)
+        ready = Ready(512, 100, 16, 16, [], {}, "", 512, image_token_ids=[90, 91])
         self.prompts = Prompts(Tokenizer(tokenizer), ready, str(seeing.folder))
 
     def prompt(self, parts: list[Any]) -> tuple[list[int], list[Image], list[list[Image]]]:

@@ -21,7 +21,7 @@ from engine.images.data_url import frame_urls
 from engine.images.expand import Place, expand_placeholders, surround
 from engine.images.layout import DEFAULT_FPS, DETAILS, ImageError, is_fps
 from engine.images.picture_file import PictureFile
-from engine.images.processor import ImageProcessor, clip_layouts, clips_of
+from engine.images.processor import ImageProcessor, check_layouts, clip_layouts, clips_of
 from engine.text.tokenizer import Tokenizer
 
 _ROLES = ("user", "tool")  # roles whose messages may have images
@@ -29,9 +29,15 @@ _ROLES = ("user", "tool")  # roles whose messages may have images
 
 @dataclass(slots=True)
 class _Visual:
-    """An image or a video clip of a chat. sources, files: one item for an image, or one per
-    frame."""
+    """An image or a video clip of a chat.
 
+    param: the path of its field in the request, for errors.
+    has_detail: whether its part has a field `detail`.
+    sources, files: one item for an image, or one per frame.
+    """
+
+    param: str
+    has_detail: bool
     sources: list[ImageSource]
     files: list[PictureFile]
     place: Place
@@ -54,6 +60,19 @@ class ChatImages:
     def tokens(self) -> int:
         """The number of tokens of all images."""
         return sum(len(lay.token_ids) for visual in self.visuals for lay in visual.place.layouts)
+
+    def check_sizes(self, most: int) -> None:
+        """Refuse images with more embeddings than an engine takes, before they are decoded.
+
+        most: `ModelCard.image_tokens`. Raises ApiError 400 naming the image.
+        """
+        for visual in self.visuals:
+            file, param = visual.files[0], visual.param
+            sides = (file.width, file.height) if visual.has_detail else None
+            try:
+                check_layouts(self.processor, visual.place.layouts, most, sides)
+            except ImageError as error:
+                raise invalid(f"{param}: {error.message}", param, error.code) from None
 
     def surrounded(self, text: str, order: Sequence[int]) -> str:
         """Return a rendered chat with the texts that the model requires before and after images.
@@ -245,7 +264,9 @@ def _visual(
             layouts = [processor.layout(files[0].width, files[0].height, sources[0].detail)]
     except ImageError as error:
         raise invalid(f"{place}: {error.message}", place, error.code) from None
-    return _Visual(sources, files, Place.of(processor, layouts, clip=part.clip))
+    has_detail = isinstance(part.written, (chat.ImageUrlPart, chat.InputImagePart))
+    at = Place.of(processor, layouts, clip=part.clip)
+    return _Visual(place, has_detail, sources, files, at)
 
 
 def _fps(written: chat.WrittenClip, place: str) -> float:

@@ -24,8 +24,8 @@ class ModelCards:
         self._known = False  # whether a replica has reported its limits
 
     def learn(self, endpoint: ReplicaEndpoint) -> None:
-        """Update the cards with a replica's vocabulary, end tokens and context length; the shortest
-        context of all replicas counts."""
+        """Update the cards with a replica's vocabulary, end tokens, context length and largest
+        image; the shortest context and the largest image of all replicas count."""
         known = self.base.max_model_len if self._known else endpoint.max_model_len
         self._known = True
         self.base = replace(
@@ -33,6 +33,7 @@ class ModelCards:
             max_model_len=min(known, endpoint.max_model_len),
             vocab_size=endpoint.vocab_size,
             eos_token_ids=endpoint.eos_token_ids,
+            image_tokens=max(self.base.image_tokens, endpoint.image_tokens),
         )
         self.set_adapters(self._records)
 

@@ -26,6 +26,7 @@ class ReplicaEndpoint:
 
     secret: key of the channel's authentication.
     step_tokens: maximum of tokens in a step.
+    image_tokens: maximum embeddings of an image; 0: not reported.
     adapter_slots: adapters that fit on the device; 0: not reported.
     weights, tokenizer: fields of checkpoints.resolve.ModelIdentity.
     start_seconds: duration of the replica's start; 0: not reported.
@@ -46,6 +47,7 @@ class ReplicaEndpoint:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     step_tokens: int
+    image_tokens: int = 0
     adapter_slots: int = 0
     prefix_caching: bool = True
     weights: str = ""
@@ -76,6 +78,7 @@ class ReplicaEndpoint:
             vocab_size=int(metadata["vocab_size"]),
             eos_token_ids=tuple(int(token) for token in metadata["eos_token_ids"]),
             step_tokens=int(metadata["step_tokens"]),
+            image_tokens=int(metadata.get("image_tokens", 0)),
             adapter_slots=int(metadata.get("adapter_slots", 0)),
             prefix_caching=bool(metadata.get("prefix_caching", True)),
             weights=str(metadata.get("weights", "")),

@@ -6,6 +6,7 @@ from typing import Self
 
 from engine.errors import ConfigError, InvalidRequest
 from engine.images.image import Image
+from engine.images.layout import ImageError, check_shown, check_size
 from engine.messages import EngineRequest
 
 _DIGEST_BYTES = 16
@@ -80,15 +81,7 @@ def check_images(message: EngineRequest, plan: ImagePlan | None) -> None:
     prompt, most = message.token_ids, message.num_prompt_tokens
     if len(prompt) > most:  # outputs may contain the placeholder tokens
         prompt = prompt[:most]
-    for kind, token_id in zip(("image", "clip"), plan.token_ids, strict=False):
-        own = [image.size for image in message.images if prompt[image.start] == token_id]
-        if (lone := prompt.count(token_id) - sum(own)) > 0:
-            raise InvalidRequest(
-                f"the prompt has {lone} placeholders of {kind}s (token {token_id}) without "
-                f"{'an' if kind == 'image' else 'a'} {kind}: send the {kind}, or leave them out",
-                param="prompt",
-                code="image_not_shown",
-            )
+    check_shown(prompt, plan.token_ids, ((image.start, image.size) for image in message.images))
 
 
 def _check_each(message: EngineRequest, plan: ImagePlan | None) -> None:
@@ -105,13 +98,10 @@ def _check_each(message: EngineRequest, plan: ImagePlan | None) -> None:
     end = 0
     for index, image in enumerate(message.images):
         param = f"images[{index}]"
-        if image.size > plan.largest:
-            raise InvalidRequest(
-                f"an image of {image.size} tokens is larger than this engine takes "
-                f"({plan.largest} tokens): send it with fewer pixels",
-                param=param,
-                code="image_too_large",
-            )
+        try:
+            check_size(image.size, plan.largest)
+        except ImageError as error:
+            raise InvalidRequest(error.message, param=param, code=error.code) from None
         if problem := _problem(image, message, plan, end):
             raise InvalidRequest(problem, param=param, code="invalid_image")
         end = image.start + image.length

@@ -69,7 +69,8 @@ class Server:
         self.backend.cards[MODEL] = card
         self.intake = ImageIntake(ImageLimits(**limits))
         self._client = Client(build_asgi(self.backend, ApiOptions(images=self.intake)))
-        ready = Ready(4096, 512, 16, 256, [2], {}, "", 256)
+        tokens = [ids[key] for key in keys[2:]]
+        ready = Ready(4096, 512, 16, 256, [2], {}, "", 256, image_token_ids=tokens)
         self.prompts = Prompts(self.tokenizer, ready, str(folder))
 
     def post(self, path: str, body: dict[str, Any]) -> Reply:

@@ -125,8 +125,8 @@ class Endpoint:
 
 
 @asynccontextmanager
-async def endpoint(model: Model, replicas: int) -> AsyncIterator[Endpoint]:
-    config = EngineConfig(model=str(model.folder), **OPTIONS)
+async def endpoint(model: Model, replicas: int, **options: Any) -> AsyncIterator[Endpoint]:
+    config = EngineConfig(model=str(model.folder), **OPTIONS, **options)
     tokenizer = Tokenizer.load(model.folder)
     card = ModelCard(
         "m", POSITIONS, tokenizer.vocab_size, (2,), 0, images=image_processor(model.folder)
@@ -210,6 +210,20 @@ async def test_placeholders_without_a_picture_are_refused(model: Model) -> None:
         for prompt in ("ab", [5, pad, 6]):  # ids may have been sampled, as a trainer's are
             plain = {"model": "m", "prompt": prompt, "max_tokens": 4}
             assert (await served.client.post("/v1/completions", plain)).status == 200
+
+
+async def test_an_image_beyond_the_cache_is_refused_before_it_is_decoded(model: Model) -> None:
+    """Bug: the image is decoded and sent to the engine, whose error names neither its field nor the
+    setting."""
+    async with endpoint(model, 1, image_cache_tokens=4) as served:
+        reply = await served.client.post("/v1/chat/completions", BODY)
+        error = reply.json()["error"]
+        assert (reply.status, error["code"]) == (400, "image_too_large")
+        assert error["param"] == "messages[0].content[1].image_url.url"
+        assert "(4 tokens, engine.image_cache_tokens)" in error["message"]
+        messages = [{"role": "user", "content": [part(PNG[:-100])]}]
+        cut = await served.client.post("/v1/chat/completions", {**BODY, "messages": messages})
+        assert cut.json()["error"]["code"] == "image_too_large", "its pixels were decoded"
 
 
 async def test_a_killed_engine_changes_nothing(model: Model) -> None:
@@ -319,6 +333,10 @@ def test_the_library(model: Model, tmp_path: Path) -> None:
         written = f"<|im_start|>user\nthe number of{mark}<|im_end|>\n<|im_start|>assistant\n"
         (third,) = llm.generate({"prompt": written, "images": [WIDE]}, params)
         assert third.outputs[0].token_ids == expected
+        for prompts in (written, [written, "a"], {"prompt": written}):
+            with pytest.raises(InvalidRequest, match="1 placeholders of images"):
+                llm.generate(prompts, params)
+        assert llm.ready.image_tokens == 4096
         # docs/images.md: the last program, with this model and picture
         page = Path(__file__).parents[3] / "docs" / "images.md"
         *_, program = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
@@ -328,4 +346,4 @@ def test_the_library(model: Model, tmp_path: Path) -> None:
     with LLM(model.folder, **OPTIONS, images="off") as llm:
         with pytest.raises(InvalidRequest, match='images="off"'):
             llm.chat(chats, params)
-        assert not llm.ready.images
+        assert not llm.ready.image_token_ids

@@ -5,6 +5,7 @@ import base64
 import gc
 import gzip
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -334,6 +335,36 @@ def test_tokens_are_counted_before_pixels(server: Server) -> None:
     assert server.intake.decoded == 0 and server.intake.memory.held == 0
     small = server.chat(user(part(png(2000, 2000), detail="low")))
     assert small.json()["error"]["code"] == "invalid_image"  # it fits, and is decoded
+
+
+def test_images_beyond_the_cache_are_refused_before_they_are_decoded() -> None:
+    """Bugs: the image is decoded first; the error names neither its field nor what to change."""
+    backend = VisionBackend()
+    backend.cards[MODEL] = replace(backend.cards[MODEL], image_tokens=200)
+    server = Server(backend)
+    large = png(200, 200)  # there are no pixels behind the header
+    says = "an image of 625 tokens is larger than this engine takes (200 tokens, engine.image_cache"
+    source = {"type": "base64", "media_type": "image/png", "data": encoded(large)}
+    block = {"type": "image", "source": source}
+    for path, sent, param, way_out in (
+        (
+            "/v1/chat/completions",
+            part(large),
+            "messages[0].content[0].image_url.url",
+            "with detail: low, or fewer pixels",
+        ),
+        ("/v1/messages", block, "messages[0].content[0].source.data", "send it with fewer pixels"),
+    ):
+        body = {"model": MODEL, "messages": [user(sent)], "max_tokens": 4}
+        error = server.post(path, body).json()["error"]
+        assert f"{param}: {says}" in error["message"] and way_out in error["message"]
+    reply = server.chat(user(part(large)))
+    error = reply.json()["error"]
+    assert reply.status == 400 and error["code"] == "image_too_large"
+    assert error["param"] == "messages[0].content[0].image_url.url"
+    assert server.intake.decoded == 0 and server.intake.memory.held == 0
+    counted = server.post("/v1/messages/count_tokens", {"model": MODEL, "messages": [user(block)]})
+    assert counted.json()["input_tokens"] > 625
 
 
 def test_detail(server: Server) -> None:

@@ -238,6 +238,9 @@ def test_cards_are_of_the_shortest_replica_and_of_each_adapter():
     cards.learn(ReplicaEndpoint.parse(published(max_model_len=2000, vocab_size=7)))
     cards.learn(ReplicaEndpoint.parse(published(max_model_len=3000, vocab_size=7)))
     assert (cards.base.max_model_len, cards.base.vocab_size) == (2000, 7)
+    cards.learn(ReplicaEndpoint.parse(published(max_model_len=3000, image_tokens=9)))
+    cards.learn(ReplicaEndpoint.parse(published(max_model_len=3000, image_tokens=5)))
+    assert cards.base.image_tokens == 9
     record = AdapterRecord(name="a", path="/a", revision="r", version=5 * 10**9, virtual_tokens=50)
     cards.set_adapters({"a": record})
     cards.learn(ReplicaEndpoint.parse(published(max_model_len=1000)))

@@ -44,7 +44,9 @@ def prompts(backend: Backend, tmp_path: Path) -> Prompts:
     outer = {key: backend.token_to_id(text) for key, text in keys.items()}
     write_folder(tmp_path, replace(CASES["Gemma 3"], outer=outer | {"mm_tokens_per_image": 9}))
     tokenizer = Tokenizer(backend, chat_template=ChatTemplate({"default": TEMPLATE}, {}))
-    return Prompts(tokenizer, Ready(512, 256, 16, 16, [2], {}, "", 256), str(tmp_path))
+    soft = backend.token_to_id(SOFT)
+    ready = Ready(512, 256, 16, 16, [2], {}, "", 256, image_token_ids=[soft])
+    return Prompts(tokenizer, ready, str(tmp_path))
 
 
 def theirs(text: str) -> str:

@@ -40,7 +40,8 @@ def encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prompts:
     processor = FakeProcessor("<|image_pad|>", pad, 0, 0)
     monkeypatch.setattr(library, "image_processor", lambda folder, encode: processor)
     (tmp_path / "config.json").write_text("{}")
-    return Prompts(tokenizer, READY, str(tmp_path))
+    ready = structs.replace(READY, image_token_ids=[pad])
+    return Prompts(tokenizer, ready, str(tmp_path))
 
 
 def chat(*parts: Any) -> list[dict[str, Any]]:
@@ -104,11 +105,41 @@ def test_what_does_not_fit(encoder: Prompts, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(InvalidRequest, match="maximum context length is 256 tokens"):
         encoder.encode(chat({"type": "image", "image": gradient(512, 512)}))
     monkeypatch.setattr(library, "image_processor", lambda folder, encode: None)
-    other = Prompts(vision_tokenizer(), READY, encoder._model)
+    other = Prompts(vision_tokenizer(), encoder._ready, encoder._model)
     with pytest.raises(InvalidRequest, match="takes text only"):
         other.encode(chat({"type": "image", "image": PICTURE}))
     with pytest.raises(InvalidRequest, match=r"videos\[0\]: this model takes no clips"):
         encoder.encode({"prompt": MARK, "videos": [[PICTURE, PICTURE]]})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "place", "way_out"),
+    [
+        (chat(SHOWN), r"messages\[0\].content\[0\]", "with detail: low, or fewer pixels"),
+        ({"prompt": MARK * 2, "images": [gradient(8, 8), PICTURE]}, r"images\[1\]", "with fewer"),
+    ],
+)
+def test_images_beyond_the_cache(encoder: Prompts, prompt: Any, place: str, way_out: str) -> None:
+    """Bug: the batch runs, and the answer is empty."""
+    ready = structs.replace(encoder._ready, image_tokens=4)
+    small = Prompts(vision_tokenizer(), ready, encoder._model)
+    says = rf"{place}: an image of 10 tokens .* \(4 tokens, engine.image_cache_tokens\).*{way_out}"
+    with pytest.raises(InvalidRequest, match=says) as refused:
+        small.encode(prompt)
+    assert refused.value.code == "image_too_large"
+    assert small.encode(chat({**SHOWN, "detail": "low"})).images()[0].size == 4
+
+
+def test_placeholders_without_an_image(encoder: Prompts) -> None:
+    """Bugs: such a prompt runs, and its answer is empty; in a list of texts it is answered."""
+    text = f"a{MARK}"
+    for prompts in ([text], ["a", text], [{"prompt": text}]):
+        with pytest.raises(InvalidRequest, match="1 placeholders of images") as refused:
+            encoder.encode_all(prompts)
+        assert refused.value.code == "image_not_shown"
+    ids = encoder.encode({"prompt": text, "images": [PICTURE]}).ids
+    assert encoder.encode(ids).verbatim
+    assert encoder.encode_all(["a", "b"])[1].ids == encoder.encode("b").ids
 
 
 def test_clips_of_programs() -> None:
@@ -124,7 +155,8 @@ def test_tokens_between_tiles_are_the_tokenizers(tmp_path: Path) -> None:
     """Bug: the tokenizer that prompts have does not reach the processor of a picture in tiles."""
     case = CASES["SmolVLM"]
     write_folder(tmp_path, case)
-    encoder = Prompts(Tokenizer.load(tmp_path), READY, str(tmp_path))
+    ready = structs.replace(READY, image_token_ids=[90])
+    encoder = Prompts(Tokenizer.load(tmp_path), ready, str(tmp_path))
     encoded = encoder.encode({"prompt": "7<image>9", "images": [gradient(40, 16)]})
     tile, whole = [90] * 4, [94, 91, 92, 90, 90, 90, 90, 91]
     assert encoded.ids == [7, 91, 95, *tile, 91, 96, *tile, *whole, 9]
@@ -203,11 +235,11 @@ def test_one_picture_needs_no_list(encoder: Prompts, tmp_path: Path) -> None:
 def test_engines_without_a_tower(encoder: Prompts) -> None:
     """Bug: images that an engine was told to leave out came back as an empty answer."""
     tokenizer, model = vision_tokenizer(), encoder._model
-    off = Prompts(tokenizer, READY, model, images="off")
+    off = Prompts(tokenizer, encoder._ready, model, images="off")
     with pytest.raises(InvalidRequest, match='images="off"'):
         off.encode(chat(SHOWN))
     assert off.encode(chat(TEXT)).ids == encoder.encode(chat(TEXT)).ids
-    blind = Prompts(tokenizer, structs.replace(READY, images=False), model)
+    blind = Prompts(tokenizer, READY, model)
     with pytest.raises(InvalidRequest, match="takes text only"):
         blind.encode(chat(SHOWN))
 

@@ -27,7 +27,11 @@ def refusal(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"size": 9}, "image_too_large: an image of 9 tokens is larger than this engine takes (8 "),
+        (
+            {"size": 9},
+            "image_too_large: an image of 9 tokens is larger than this engine takes (8 tokens, "
+            "engine.image_cache_tokens): send it with fewer pixels, or raise the setting",
+        ),
         ({"digest": b""}, "invalid_image: the digest must have 16 bytes"),
         ({"pixels": bytes(11)}, "invalid_image: 11 bytes of pixels do not fit the shape (1, 2, 2)"),
         ({"shape": (-1, -2, 2)}, "invalid_image: 12 bytes of pixels do not fit the shape"),
