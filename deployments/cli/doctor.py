@@ -25,6 +25,7 @@ from deployments.cli.plan import (
     drafts_memory,
     engines,
     keys_and_values,
+    larger_images,
     parameters,
     plans,
     sees_images,
@@ -158,6 +159,9 @@ def model_checks(
             yield DoctorCheck("model", "ok", text)
             engine = dict(engines(config, device))[pool]
             yield from _images(model, engine, file)
+            if text := larger_images(result, file):
+                way_out = "raise engine.image_cache_tokens for larger ones"
+                yield DoctorCheck("images", "note", text, way_out)
             for product in result.products:
                 yield DoctorCheck("weights", "ok", product)
             for line in result.attention:

@@ -1,5 +1,6 @@
 """`manta plan`: print tables of a configuration's memory and its cost on node types."""
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
@@ -30,9 +31,12 @@ from engine.config.kv_groups import Full
 from engine.config.model_config import ModelConfig
 from engine.config.towers import lacks_settings
 from engine.errors import ConfigError
+from engine.images.layout import ImageError
+from engine.images.processor import image_processor
 from engine.images.settings import PREPROCESSOR
 from engine.parallel.nodes import read_nodes, shares
 
+_SIDE = 8192  # pixels of a square image that has as many tokens as its processor allows
 _OFFERS = 8  # maximum number of node types in a table
 
 
@@ -107,6 +111,8 @@ def _print(
                 print(f"         {line}")
             if images := sees_images(model, by_name[name], file):
                 print(f"         {images}")
+            if images := larger_images(result, file):
+                print(f"         {images}; raise engine.image_cache_tokens for larger ones")
         print(f"Pool     {name}")
         for label, value in (*_rows(result), *_drafts(result), *_host_tier(by_name[name], result)):
             print(f"  {label:<28} {value}")
@@ -186,6 +192,21 @@ def sees_images(model: ModelConfig, engine: EngineConfig, file: Path) -> str:
     if model.vision is None:
         return ""
     return "sees no images: engine.images is off" if engine.images == "off" else "sees images"
+
+
+def larger_images(result: EnginePlan, file: Path) -> str:
+    """Return a text if an engine refuses images that its model's processor allows; else "".
+
+    file: config.json of the model.
+    """
+    largest = 0
+    # settings with an error are refused elsewhere, and tiles that need a tokenizer stay small
+    with contextlib.suppress(ConfigError, ImageError):
+        processor = image_processor(file.parent) if result.image_tokens else None
+        largest = 0 if processor is None else processor.layout(_SIDE, _SIDE).size
+    if largest <= result.image_tokens:
+        return ""
+    return f"images of at most {result.image_tokens:,} tokens, the processor allows {largest:,}"
 
 
 def parameters(result: EnginePlan) -> str:

@@ -74,6 +74,7 @@ class EnginePlan:
     nodes: number of nodes of a replica, each with equally many ranks.
     states: (number of recurrent layers, bytes of one request's state in all of them).
     snapshots: number of state snapshots that the prefix cache can hold.
+    image_tokens: maximum embeddings of an image; 0: the engine takes none.
     speculation: settings of speculative decoding; None: the engine drafts nothing.
     """
 
@@ -97,6 +98,7 @@ class EnginePlan:
     states: tuple[int, int] = (0, 0)
     snapshots: int = 0
     prefix_caching: bool = True
+    image_tokens: int = 0
     speculation: SpeculationSettings | None = None
 
     @property
@@ -287,6 +289,7 @@ def plan(
         states=(len(groups.recurrent), groups.state_bytes),
         snapshots=min((memory.snapshots for memory, part in kinds if part.kv.recurrent), default=0),
         prefix_caching=config.prefix_caching,
+        image_tokens=resolved.image_cache_tokens,
     )
 
 

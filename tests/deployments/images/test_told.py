@@ -1,5 +1,6 @@
 """Whether a model sees images, as commands and the engine's log tell it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,20 @@ def test_a_folder_without_its_processor(
     assert checked(folder) == [("note", BLIND)]
     assert image_plan(resolve(config)) is None
     assert [record.message for record in caplog.records] == [f"{folder}: {BLIND}"]
+
+
+def test_images_larger_than_the_cache(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: a processor's images are refused by a cache of the default size, and nothing said so."""
+    settings = folder / "preprocessor_config.json"
+    size = {"shortest_edge": 65536, "longest_edge": 1 << 24}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"size": size}))
+    allowed = "the processor allows 16,384"
+    assert checked(folder)[1] == ("note", f"images of at most 4,096 tokens, {allowed}")
+    assert checked(folder, image_cache_tokens=16384) == [("ok", SEES)]
+    config = folder.parent / "manta.yaml"
+    config.write_text(f"model: {folder}\nengine: {{image_cache_tokens: 8192}}\n")
+    assert run_plan(str(config), "h200", 1, None) == 0
+    assert f"images of at most 8,192 tokens, {allowed}; raise" in capsys.readouterr().out
 
 
 def test_folders_of_text_are_told_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
