@@ -15,6 +15,7 @@ from typing import Any
 from numpy.typing import NDArray
 from ray.serve.handle import DeploymentHandle
 
+from deployments import discovery
 from deployments.checkpoints.resolve import ModelIdentity
 from deployments.encoder.rows import AskEncoder
 from deployments.observe.logs import log_through_serve
@@ -93,11 +94,35 @@ class EncoderReplica:
 def asks(encoders: DeploymentHandle[Any], weights: str) -> AskEncoder:
     """Return the function by which a replica requests embeddings from its encoder pool.
 
+    The function raises ConnectionError once no actor runs, as Serve would keep the call until one
+    has started. Must be called on the event loop.
+
     weights: see `EncoderReplica.encode`.
     """
+    loop, gone = asyncio.get_running_loop(), asyncio.Event()
+
+    def changed(running: discovery.Replicas) -> None:
+        loop.call_soon_threadsafe(gone.clear if running else gone.set)
+
+    discovery.subscribe(encoders.app_name, encoders.deployment_name, changed)
 
     async def ask(image: Image) -> tuple[NDArray[Any], str]:
-        answer: tuple[NDArray[Any], str] = await encoders.encode.remote(weights, image)
-        return answer
+        response: Any = encoders.encode.remote(weights, image)
+
+        async def read() -> tuple[NDArray[Any], str]:
+            answer: tuple[NDArray[Any], str] = await response
+            return answer
+
+        reading, leaving = asyncio.create_task(read()), asyncio.create_task(gone.wait())
+        try:
+            await asyncio.wait((reading, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                return reading.result()
+            raise ConnectionError("no actor of the encoder pool runs")
+        finally:
+            leaving.cancel()
+            if not reading.done():
+                reading.cancel()
+                response.cancel()
 
     return ask

@@ -31,6 +31,7 @@ from engine.config.engine_config import EngineConfig, ranks_said
 from engine.errors import ConfigError
 
 _DISCOVERY = "deployments.router.serve.request_router:DiscoveryRouter"
+_ENCODER_ROUTER = "deployments.encoder.request_router:EncoderRouter"
 # Seconds. Channels report a dead engine at once, but only this check makes Serve replace it.
 _HEALTH_PERIOD = 2.0
 _HEALTH_TIMEOUT = 10.0
@@ -153,6 +154,7 @@ def _encoders(config: MantaConfig, name: str, pool: PoolConfig, prepare: Prepare
         health_check_timeout_s=_HEALTH_TIMEOUT,
         graceful_shutdown_wait_loop_s=DRAIN_POLL,
         graceful_shutdown_timeout_s=pool.encode_seconds,
+        request_router_config=RequestRouterConfig(request_router_class=cast(Any, _ENCODER_ROUTER)),
         **logs(config),
     )
     settings = ReplicaSettings(engine=config.encoder_options(pool))

@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from deployments import model_applications
+from deployments import discovery, model_applications
 from deployments.adapters.record_store import RayRecordStore, mark_of_all
 from deployments.backend import ModelCard
 from deployments.checkpoints.facts import read_facts
@@ -29,7 +29,6 @@ from deployments.router.admission.scale_from_zero import Waking
 from deployments.router.dispatcher import Dispatcher
 from deployments.router.models.model_settings import ServedModel
 from deployments.router.models.models_backend import ModelsBackend
-from deployments.router.serve import discovery
 from deployments.router.weights_record import RayWeightsStore
 from engine.config.model_config import ModelConfig
 from engine.errors import MantaError

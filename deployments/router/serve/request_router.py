@@ -12,7 +12,7 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from deployments.router.serve import discovery
+from deployments import discovery
 
 
 class DiscoveryRouter(FIFOMixin, RequestRouter):

@@ -3,6 +3,7 @@ when its actor is killed while a request waits for it."""
 
 import os
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ APP = "encoders"
 def test_answers_are_the_same_with_without_and_after_an_encoder(
     shared_cluster: Cluster, tmp_path: Path
 ) -> None:
-    """Bugs: a killed encoder loses a request, or is never replaced; embeddings that came are other
-    numbers than those of the replica; the pool is deployed and nobody asks it."""
+    """Bugs: a killed encoder loses a request, or is never replaced; a request waits for one that is
+    dead; embeddings that came are other numbers than those of the replica; the pool is deployed and
+    nobody asks it."""
     from ray import serve
 
     model = Model(tmp_path)
@@ -34,7 +36,7 @@ def test_answers_are_the_same_with_without_and_after_an_encoder(
             "engine": {name: value for name, value in OPTIONS.items() if name != "device"},
             "pools": {
                 "cpu": {"num_cpus": 1.0},
-                "pictures": {"role": "encoder", "num_cpus": 1.0, "encode_seconds": 3.0},
+                "pictures": {"role": "encoder", "num_cpus": 1.0, "encode_seconds": 60.0},
             },
             "router": {"replicas": 1},
             "limits": {"drain_seconds": 1.0},
@@ -75,7 +77,7 @@ def test_answers_are_the_same_with_without_and_after_an_encoder(
             waiting = threads.submit(ask, "c")
             settled(lambda: counts()[1] == 0 and not waiting.done())
             os.kill(encoder["pid"], signal.SIGKILL)
-            assert waiting.result(60)[0] == with_encoder[0]
+            assert waiting.result(40)[0] == with_encoder[0]
         received, encoded, failed = counts()
         assert (received, encoded) == (3, 2) and failed == 2
         assert ask("d", single) == bits, "other bits than those of the replica's own tower"
@@ -86,5 +88,9 @@ def test_answers_are_the_same_with_without_and_after_an_encoder(
             return counts()[0] > before
 
         settled(is_back, 60, every=1.0)
+        os.kill(encoders.stats.remote().result(timeout_s=20)["pid"], signal.SIGKILL)
+        began = time.monotonic()
+        assert ask("e", single) == bits
+        assert time.monotonic() - began < 4, "the request waited for an actor that is dead"
     finally:
         serve.delete(APP)

@@ -4,12 +4,15 @@ the pool lose no request."""
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from deployments import discovery
 from deployments.encoder import rows
+from deployments.encoder.deployment import asks
 from deployments.encoder.rows import EncoderPool, ImageRows
 from deployments.replica.server import ReplicaServer
 from deployments.replica.watchdog import StallLimits
@@ -215,5 +218,39 @@ def test_a_replica_waits_for_its_encoders_and_for_nothing_else() -> None:
         await until(lambda: any(r.id & 0xFF == 4 for r in engines[0].requests))
         assert all.asked == [7, 8]
         await server.stop()
+
+    asyncio.run(run())
+
+
+def test_a_pool_without_actors_is_not_waited_for() -> None:
+    """Bug: a request waits for `encode_seconds`, as Serve keeps the call until an actor starts."""
+    cancelled: list[bool] = []
+
+    class Encode:
+        def remote(self, weights: str, image: Image) -> Any:
+            response: Any = asyncio.get_running_loop().create_future()
+            response.add_done_callback(lambda done: cancelled.append(done.cancelled()))
+            return response
+
+    async def run() -> None:
+        handle: Any = SimpleNamespace(app_name="rows", deployment_name="e", encode=Encode())
+        discovery.publish("rows", "e", {"a": {}})
+        ask = asks(handle, "")
+        waiting = asyncio.ensure_future(ask(image(7)))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        discovery.publish("rows", "e", {})
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(waiting, 1)
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(ask(image(7)), 1)
+        await asyncio.sleep(0)
+        assert cancelled == [True, True], "Serve still has the calls"
+        discovery.publish("rows", "e", {"b": {}})
+        await asyncio.sleep(0.05)
+        waiting = asyncio.ensure_future(ask(image(7)))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        waiting.cancel()
 
     asyncio.run(run())

@@ -1,8 +1,8 @@
 """publish, subscribe: a registry of the running replicas that Serve reports to this process's
 handles.
 
-Serve pickles `deployments.router.serve.request_router` by value, so a global there would be copied.
-Therefore the registry is in this module, which is imported by name.
+Serve pickles the modules of request routers by value, so a global there would be copied. Therefore
+the registry is in this module, which is imported by name.
 """
 
 import threading
