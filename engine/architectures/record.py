@@ -226,6 +226,7 @@ class Wrapper:
     text_key: the key of config.json that has the text model's config.
     place: the image placeholder to write into chats whose template does not support images; "" =
         none.
+    clip_place: the same for video clips.
     """
 
     name: str
@@ -237,6 +238,7 @@ class Wrapper:
     tower: str = ""
     text_key: str = "text_config"
     place: str = ""
+    clip_place: str = ""
 
     def family(self, config: Reader) -> str:
         """Return `images` for a config.json whose pictures are supported, else ""."""

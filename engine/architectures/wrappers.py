@@ -36,6 +36,7 @@ _OTHERS = (
 
 
 _QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
+_QWEN_CLIP = "<|vision_start|><|video_pad|><|vision_end|>"
 _KIMI = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
 # Wrapper.images -> Wrapper.place
 _PLACES = {
@@ -58,8 +59,18 @@ _PLACES = {
 def _wrapper(
     name: str, models: str, flat: str = "", *, images: str = "", tower: str = ""
 ) -> Wrapper:
+    place = _PLACES.get(images, "")
+    clip_place = _QWEN_CLIP if place == _QWEN else ""
     return Wrapper(
-        name, models, _RENAMES, _OTHERS, flat, images, tower, place=_PLACES.get(images, "")
+        name,
+        models,
+        _RENAMES,
+        _OTHERS,
+        flat,
+        images,
+        tower,
+        place=place,
+        clip_place=clip_place,
     )
 
 

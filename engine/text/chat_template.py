@@ -195,9 +195,9 @@ class ChatTemplate:
             sources["default"] = next(iter(sources.values()))
         if not sources:
             return None
-        place = _place_of_images(folder)
-        if place:
-            sources = {name: with_image_places(source, place) for name, source in sources.items()}
+        places = _places_of_images(folder)
+        if places[0]:
+            sources = {name: with_image_places(source, *places) for name, source in sources.items()}
         template = cls(sources, special_tokens)
         if template.silent:
             logger.warning(
@@ -332,15 +332,17 @@ class ChatTemplate:
         return InvalidRequest(f"the chat template cannot render {named}{reason}", param=where)
 
 
-def _place_of_images(folder: Path) -> str:
-    """Return the image placeholder (`Wrapper.place`) of a folder's model; "" without image
-    support."""
+def _places_of_images(folder: Path) -> tuple[str, str]:
+    """Return the placeholders of images and of clips (`Wrapper.place`, `clip_place`) of a folder's
+    model; "" without support for them."""
     if not (folder / "config.json").is_file():
-        return ""
+        return "", ""
     config = Reader.from_file(folder / "config.json")
     names = config.get("architectures")
     wrapper = WRAPPERS.get(str(names[0])) if isinstance(names, list) and names else None
-    return "" if wrapper is None or not wrapper.family(config) else wrapper.place
+    if wrapper is None or not wrapper.family(config):
+        return "", ""
+    return wrapper.place, wrapper.clip_place
 
 
 def _generate(template: jinja2.Template, context: dict[str, Any], max_chars: int) -> str:

@@ -18,13 +18,15 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
 _WORD = re.compile(r"\w+")
 
-# Jinja code that converts contents that are lists of parts to one string, with PLACE for images.
+# Jinja code that converts contents that are lists of parts to one string, with PLACE for images and
+# CLIP for video clips.
 _PLACES = """{%- set shown = namespace(messages=[]) -%}
 {%- for message in messages -%}
 {%- if message.content is sequence and message.content is not string -%}
 {%- set said = namespace(text="") -%}
 {%- for part in message.content -%}
-{%- set said.text = said.text + (PLACE if part.type == "image" else part.text) -%}
+{%- set shown_part = {"image": PLACE, "video": CLIP}.get(part.type, part.text) -%}
+{%- set said.text = said.text + shown_part -%}
 {%- endfor -%}
 {%- set shown.messages = shown.messages + [dict(message, content=said.text)] -%}
 {%- else -%}
@@ -122,12 +124,13 @@ def shaped(message: Mapping[str, Any], forms: Mapping[str, Form]) -> Message:
     return out
 
 
-def with_image_places(source: str, place: str) -> str:
-    """Return a chat template changed to write `place` for images, unless it already writes
-    images."""
+def with_image_places(source: str, place: str, clip_place: str = "") -> str:
+    """Return a chat template changed to write `place` for images and `clip_place` for video clips,
+    unless it already writes images."""
     if "image" in source or place.strip() in source:
         return source
-    return _PLACES.replace("PLACE", json.dumps(place)) + source
+    places = _PLACES.replace("PLACE", json.dumps(place)).replace("CLIP", json.dumps(clip_place))
+    return places + source
 
 
 def text_of(content: Any) -> str:

@@ -231,6 +231,18 @@ def test_clips_of_a_request_are_counted_together(tmp_path: Path) -> None:
     assert error["param"] == "messages[0].content[2]" and "images.frames" in error["message"]
 
 
+def test_a_template_of_texts_gets_places_of_clips(tmp_path: Path) -> None:
+    """Bug: a model with a template of texts lists videos, and no chat with a clip is rendered."""
+    Server(tmp_path)
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(source)
+    template = ChatTemplate.load(tmp_path, {})
+    assert template is not None
+    parts = [{"type": "text", "text": "a"}, {"type": "video"}, {"type": "image"}]
+    image = VIDEO.replace("video", "image")
+    assert template.render([{"role": "user", "content": parts}]) == f"<user>a{VIDEO}{image}"
+
+
 def test_tokens_are_counted_before_pixels(server: Server) -> None:
     """Frames of which there are headers alone."""
     error = server.chat(user(clip(video=[url(png(900, 900))] * 8))).json()["error"]
