@@ -153,7 +153,7 @@ def model_checks(
             device = device_of(None, None, quiet=True)
             gpus = int(gpus_here()) or None
         for pool, result in plans(config, file, device, gpus):
-            text = f"{model.architecture}, {parameters(result)}; {pool}: "
+            text = f"{model.wrapper or model.architecture}, {parameters(result)}; {pool}: "
             text += f"weights {result.weights / GIB:.2f} GiB, {next(keys_and_values(result), '')}, "
             text += f"{result.used / GIB:.2f} GiB in all"
             yield DoctorCheck("model", "ok", text)
@@ -176,6 +176,9 @@ def model_checks(
             parts = f"{encoder.pool}: {encoder.used / GIB:.2f} GiB an actor", encoder.rate
             yield DoctorCheck("encoder pool", "ok", ", ".join(filter(None, parts)))
     except ConfigError as error:
+        if error.param == "pools" and not isinstance(error, DoesNotFit):
+            yield _fault("model", error)
+            return
         way_out = "no device helps: take another checkpoint, or fetch it again if a file is cut"
         if isinstance(error, DoesNotFit) or error.param in _OF_A_DEVICE:
             way_out = f"manta plan {config.model} --gpu h200 plans for another device"

@@ -278,6 +278,8 @@ def _costs(
             yield _offer(offer)
         if len(lines) > _OFFERS:
             yield f"  and {len(lines) - _OFFERS} dearer ones"
+    for name in config.encoders:
+        yield f"Pool     {name}: encoders are not in these costs"
 
 
 def _span(pool: PoolConfig, offer: NodeOffer, currency: str) -> str:
@@ -321,10 +323,10 @@ def engines(
         if config.kind(name, pool) == wanted
     }
     if config.pools and not pools:
-        way_out = "give --gpu cpu"
+        way_out = "add pools.gpu, or give manta plan --gpu cpu"
         if wanted == "cpu":
             others = " and ".join(map(on_cpu, config.engine_pools))
-            way_out = f"give --gpu h200 or another GPU, or {others}"
+            way_out = f"give manta plan --gpu h200 or another GPU, or {others}"
         raise ConfigError(f"the configuration has no {wanted} pool; {way_out}", param="pools")
     for name, pool in pools.items():
         yield name, engine_of(config, name, pool, folder)

@@ -90,7 +90,7 @@ class ImageDownloads:
         if not self._limits.hosts:
             raise not_allowed(
                 "is an http(s) address, and this server fetches none (images.hosts); send the "
-                "picture as a data: URL"
+                "picture itself, in base64"
             )
         try:
             if len(url) > MAX_URL or not _URL.fullmatch(url):
@@ -103,8 +103,11 @@ class ImageDownloads:
             raise not_allowed("is an address with a user, which is not passed on")
         default = _PORTS[parts.scheme]
         port = default if port is None else port
-        if not any(_matches(pattern, host, port, default) for pattern in self._limits.hosts):
-            raise not_allowed("is at a host from which this server fetches no images")
+        named = [pattern for pattern in self._limits.hosts if _names(pattern, host)]
+        if not named:
+            raise not_allowed("is at a host that images.hosts does not have")
+        if not any(port == _port(pattern, default) for pattern in named):
+            raise not_allowed(f"is at port {port}, and images.hosts has its host with another")
         return parts, host, port
 
     async def _fetch(self, parts: SplitResult, host: str, port: int) -> bytes:
@@ -161,10 +164,14 @@ class ImageDownloads:
         return bytes(body)
 
 
-def _matches(pattern: str, host: str, port: int, default: int) -> bool:
-    name, _, own = pattern.lower().partition(":")
-    if port != (int(own) if own else default):
-        return False
+def _port(pattern: str, default: int) -> int:
+    own = pattern.partition(":")[2]
+    return int(own) if own else default
+
+
+def _names(pattern: str, host: str) -> bool:
+    """Whether a pattern, without its port, is for a host."""
+    name = pattern.lower().partition(":")[0]
     if name.startswith("*."):
         return host.endswith(name[1:]) and host != name[1:]
     return host == name

@@ -217,7 +217,7 @@ def verify(
     resolved = resolve(config)
     report = Report(
         config.model,
-        resolved.model.architecture,
+        resolved.model.wrapper or resolved.model.architecture,
         str(resolved.dtype).removeprefix("torch."),
         str(resolved.device),
         in_fewer_bits(resolved),

@@ -146,6 +146,7 @@ def test_the_plan_counts_the_tower_alone(
     lines = pool.splitlines()[1:6]
     assert [line.split()[0] for line in lines] == ["weights", "activations", "Python", "in", "rate"]
     assert "pictures/s a core (640 x 427)" in lines[4]
+    assert "Pool     pictures: encoders are not in these costs" in pool
     assert "512 embeddings" in lines[1] and "0.7" in lines[3]
     file.write_text(f"model: m\npools:\n  gpu: {{}}\n  {encoder}\n")
     plan.run(str(file), "h200", None, None)

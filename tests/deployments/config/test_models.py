@@ -195,6 +195,17 @@ def test_a_drafter_is_a_folder_or_a_hub_name(tmp_path: Path, what: str) -> None:
     assert f"{model!r}: {why}; give a folder" in raised.value.message
 
 
+def test_doctor_names_the_pool_that_a_device_lacks(tmp_path: Path) -> None:
+    """Bug: a configuration for GPUs on a machine without one is told to take another checkpoint."""
+    folder = converted(tiny(tmp_path / "m.gguf"), tmp_path / "out")
+    config = parse_config({"model": str(folder), "pools": {"gpu": {}}}, check_files=False)
+    (check,) = doctor.model_checks(config, None, Hardware("cpu", "cpu", 8 << 30))
+    assert (check.state, check.text) == ("MISSING", "the configuration has no cpu pool")
+    assert (
+        check.way_out == "give manta plan --gpu h200 or another GPU, or take pools.cpu in its place"
+    )
+
+
 def test_plan_reads_the_header_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -122,6 +122,10 @@ async def test_hosts_that_are_not_allowed(url: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         await ImageDownloads(limits).fetch(url)
     assert refused.value.code == "image_url_not_allowed"
+    if url == "http://pictures.example:81/x":
+        assert "is at port 81, and images.hosts has its host with" in refused.value.message
+    if url == "http://other.example/x":
+        assert "a host that images.hosts does not have" in refused.value.message
 
 
 @pytest.mark.parametrize(

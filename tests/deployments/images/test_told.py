@@ -36,7 +36,10 @@ def folder(tmp_path: Path) -> Path:
 def checked(folder: Path, **engine: Any) -> list[tuple[str, str]]:
     config = parse_config({"model": str(folder), "engine": engine}, check_files=False)
     checks = doctor.model_checks(config, None, Hardware("cpu", "cpu", 8 << 30))
-    return [(check.state, check.text) for check in checks if check.name == "images"]
+    all_checks = list(checks)
+    (model,) = [check.text for check in all_checks if check.name == "model"]
+    assert model.startswith("Qwen3VLForConditionalGeneration, "), "named by its text model"
+    return [(check.state, check.text) for check in all_checks if check.name == "images"]
 
 
 def test_a_folder_without_its_processor(
