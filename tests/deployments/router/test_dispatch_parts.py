@@ -275,6 +275,15 @@ def full(**more: Any) -> EngineStats:
     return EngineStats(**({"rows": 8, "running": 8, "waiting": 1, "routers": 1} | more))
 
 
+def busy(parts: Parts) -> Any:
+    """Let replica a report four seconds of full work; return its state."""
+    state = parts.replicas["a"].state
+    for second in range(5):
+        work = {"busy_seconds": 1.0 * second, "output_tokens": 800 * second}
+        state.observe(full(step=100 * second, **work), (), 100.0 + second)
+    return state
+
+
 @pytest.mark.parametrize("hold", [{"paused": True}, {"asleep": True}, {"weights_dropped": True}])
 async def test_what_waited_for_the_end_of_a_pause_makes_no_replica_slow(hold, monkeypatch):
     """Eight requests that came in a trainer's pause of five minutes: by the time to their first
@@ -317,10 +326,7 @@ async def test_before_a_text_is_tokenised_a_request_is_refused_by_its_own_priori
     was empty, were refused with the ordinary ones, and one of low priority was tokenised first."""
     parts = Parts(a=published())
     queue, _ = parts.queue_and_events()
-    state = parts.replicas["a"].state
-    for second in range(5):
-        work = {"busy_seconds": 1.0 * second, "output_tokens": 800 * second}
-        state.observe(full(step=100 * second, **work), (), 100.0 + second)
+    busy(parts)
 
     def refused(priority: int) -> bool:
         request = parts.inflight(priority=priority).request
@@ -352,10 +358,7 @@ async def test_slow_first_tokens_of_others_keep_no_rows_of_a_dataset_out():
     was let in one row at a time until the end."""
     parts = Parts(a=published())
     queue, _ = parts.queue_and_events()
-    state = parts.replicas["a"].state
-    for second in range(5):
-        work = {"busy_seconds": 1.0 * second, "output_tokens": 800 * second}
-        state.observe(full(step=100 * second, **work), (), 100.0 + second)
+    state = busy(parts)
     state.first_seconds = 60.0
     for _ in range(16):
         row = parts.inflight(priority=BATCH_PRIORITY)
