@@ -115,12 +115,16 @@ class Broken:
         except Exception:  # a router that was just killed
             return 0
 
+    async def router_states(self) -> list[dict[str, Any]]:
+        """Return the state of every router, ordered by process id."""
+        return await _each(self.handle.state, self.routers)
+
     async def states(self) -> dict[str, list[dict[str, Any]]]:
         """Return the state of every router and replica, ordered by process id.
 
         Routers' states have open files and memory by the system, too.
         """
-        routers = await _each(self.handle.state, self.routers)
+        routers = await self.router_states()
         for state in routers:
             state["open_files"] = len(os.listdir(f"/proc/{state['pid']}/fd"))
             state["resident_mib"] = round(resident_mib(state["pid"]), 1)

@@ -387,7 +387,7 @@ def test_a_router_is_killed(broken: Broken, asked: Asked) -> None:
     or the engines go on with what nobody reads."""
 
     async def case() -> None:
-        body = asked[0][0] | {"max_tokens": 160}
+        body = asked[0][0] | {"max_tokens": 240}
         right, short = await broken.ask(body), await broken.ask(body | SHORT)
         whole: list[Said] = []
         cut: list[Said] = []
@@ -396,7 +396,7 @@ def test_a_router_is_killed(broken: Broken, asked: Asked) -> None:
             tasks = [asyncio.create_task(broken.ask(body)) for _ in range(12)]
             streams: dict[int, int] = {}
             while sum(streams.values()) < 12 and not any(task.done() for task in tasks):
-                states = (await broken.states())["routers"]
+                states = await broken.router_states()
                 streams = {router["pid"]: router["held"]["http"] for router in states}
             victim = min((pid for pid in streams if streams[pid]), key=streams.__getitem__)
             broken.kill("router", [router.pid for router in broken.find("router")].index(victim))
