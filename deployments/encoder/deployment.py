@@ -108,12 +108,8 @@ def asks(encoders: DeploymentHandle[Any], weights: str) -> AskEncoder:
 
     async def ask(image: Image) -> tuple[NDArray[Any], str]:
         response: Any = encoders.encode.remote(weights, image)
-
-        async def read() -> tuple[NDArray[Any], str]:
-            answer: tuple[NDArray[Any], str] = await response
-            return answer
-
-        reading, leaving = asyncio.create_task(read()), asyncio.create_task(gone.wait())
+        reading: asyncio.Future[tuple[NDArray[Any], str]] = asyncio.ensure_future(response)
+        leaving = asyncio.create_task(gone.wait())
         try:
             await asyncio.wait((reading, leaving), return_when=asyncio.FIRST_COMPLETED)
             if reading.done():

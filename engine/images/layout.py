@@ -57,20 +57,18 @@ def is_fps(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= MAX_FPS
 
 
-def check_size(size: int, most: int, *, low: bool = False) -> None:
-    """Refuse an image, or a span of a clip, that an engine has no room for.
+def too_large(size: int, most: int, *, low: bool = False) -> ImageError:
+    """Return the error of an image, or of a span of a clip, that an engine has no room for.
 
-    size: number of its embeddings. most: the maximum that the engine takes; 0 = unknown.
+    size: number of its embeddings. most: the maximum that the engine takes.
     low: whether `detail: low` makes the image small enough.
-    Raises ImageError.
     """
-    if most and size > most:
-        fewer = "with detail: low, or fewer pixels" if low else "with fewer pixels"
-        raise ImageError(
-            "image_too_large",
-            f"an image of {size} tokens is larger than this engine takes ({most} tokens, "
-            f"engine.image_cache_tokens): send it {fewer}, or raise the setting",
-        )
+    fewer = "with detail: low, or fewer pixels" if low else "with fewer pixels"
+    return ImageError(
+        "image_too_large",
+        f"an image of {size} tokens is larger than this engine takes ({most} tokens, "
+        f"engine.image_cache_tokens): send it {fewer}, or raise the setting",
+    )
 
 
 def check_shown(

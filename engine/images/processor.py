@@ -14,7 +14,7 @@ from engine.architectures import WRAPPERS
 from engine.config_reader import Reader
 from engine.errors import InvalidRequest
 from engine.images.image import Image
-from engine.images.layout import ImageError, ImageLayout, check_sides, check_size
+from engine.images.layout import ImageError, ImageLayout, check_sides, too_large
 from engine.images.picture_file import PictureFile
 from engine.images.settings import Encode, ProcessorSettings
 from engine.images.threads import alone, prepares, share_out
@@ -181,7 +181,7 @@ def check_layouts(
     for layout in layouts:
         if most and layout.size > most:
             low = sides is not None and processor.layout(*sides, "low").size <= most
-            check_size(layout.size, most, low=low)
+            raise too_large(layout.size, most, low=low)
 
 
 class PixelCache:

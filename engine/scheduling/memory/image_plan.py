@@ -6,7 +6,7 @@ from typing import Self
 
 from engine.errors import ConfigError, InvalidRequest
 from engine.images.image import Image
-from engine.images.layout import ImageError, check_shown, check_size
+from engine.images.layout import check_shown, too_large
 from engine.messages import EngineRequest
 
 _DIGEST_BYTES = 16
@@ -98,10 +98,9 @@ def _check_each(message: EngineRequest, plan: ImagePlan | None) -> None:
     end = 0
     for index, image in enumerate(message.images):
         param = f"images[{index}]"
-        try:
-            check_size(image.size, plan.largest)
-        except ImageError as error:
-            raise InvalidRequest(error.message, param=param, code=error.code) from None
+        if image.size > plan.largest:
+            error = too_large(image.size, plan.largest)
+            raise InvalidRequest(error.message, param=param, code=error.code)
         if problem := _problem(image, message, plan, end):
             raise InvalidRequest(problem, param=param, code="invalid_image")
         end = image.start + image.length
