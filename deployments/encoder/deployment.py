@@ -15,10 +15,10 @@ from typing import Any
 from numpy.typing import NDArray
 from ray.serve.handle import DeploymentHandle
 
-from deployments import discovery
 from deployments.checkpoints.resolve import ModelIdentity
 from deployments.encoder.rows import AskEncoder
 from deployments.observe.logs import log_through_serve
+from deployments.transport import discovery
 from engine.config.engine_config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.images.image import Image

@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from deployments import discovery, model_applications
+from deployments import model_applications
 from deployments.adapters.record_store import RayRecordStore, mark_of_all
 from deployments.backend import ModelCard
 from deployments.checkpoints.facts import read_facts
@@ -30,6 +30,7 @@ from deployments.router.dispatcher import Dispatcher
 from deployments.router.models.model_settings import ServedModel
 from deployments.router.models.models_backend import ModelsBackend
 from deployments.router.weights_record import RayWeightsStore
+from deployments.transport import discovery
 from engine.config.model_config import ModelConfig
 from engine.errors import MantaError
 from engine.images.processor import image_processor

@@ -12,7 +12,7 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from deployments import discovery
+from deployments.transport import discovery
 
 
 class DiscoveryRouter(FIFOMixin, RequestRouter):

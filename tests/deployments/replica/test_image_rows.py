@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments import discovery
 from deployments.encoder import rows
 from deployments.encoder.deployment import asks
 from deployments.encoder.rows import EncoderPool, ImageRows
 from deployments.replica.server import ReplicaServer
 from deployments.replica.watchdog import StallLimits
+from deployments.transport import discovery
 from deployments.transport.channel import Submit
 from engine.config.engine_config import EngineConfig
 from engine.images.image import Image
